@@ -1,4 +1,4 @@
-# Sets up .venv and runs things in it: `make help`.
+# Sets up .venv and runs commands in it: see `make help`.
 
 PYTHON ?= python3
 ARGS ?=
@@ -15,7 +15,7 @@ export PIP_USER := 0
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# "3.11 venv", "3.11" where Debian's python3-venv is missing, or nothing at all.
+# "3.11 venv", "3.11" if Debian's python3-venv is missing, or empty.
 PROBE := $(shell "$(PYTHON)" -E -c 'import sys; print("%d.%d" % sys.version_info[:2]); import ensurepip, venv; print("venv")' 2>/dev/null)
 VERSION := $(firstword $(PROBE))
 TOO_OLD := 2.% 3.0 3.1 3.2 3.3 3.4 3.5 3.6 3.7 3.8 3.9
@@ -29,30 +29,30 @@ else ifeq ($(filter venv,$(PROBE)),)
 MISSING := $(NEEDS), and "$(PYTHON)" has no venv or ensurepip. Install them (on Debian and Ubuntu: apt install python$(VERSION)-venv), $(ADVICE)
 endif
 
-# A stamp is written when its work is done, so that what was interrupted is done again. Its name holds Python's
-# version, so that another PYTHON means another set-up.
+# A stamp is written when its step is complete, so that interrupted steps are repeated. Its name includes Python's
+# version, so that another PYTHON gets its own set-up.
 PINS := $(VENV)/pins-$(VERSION)
 READY := $(VENV)/ready-$(VERSION)
 
-# Two `make` at once: the second waits here for the first one's set-up of the same environment, and for one that writes
-# beside the sources.
+# With two concurrent `make`, the second waits until the first has set up the same environment, or has finished writing
+# next to the sources.
 FLOCK := $(if $(shell command -v flock 2>/dev/null),flock)
 LOCK := $(if $(FLOCK),flock $(firstword $(REQUIREMENTS)))
 LOCK_OF_SOURCES := $(if $(FLOCK),flock Makefile)
 
-# transformers needs Python 3.11.
+# transformers requires Python 3.11.
 PEERS := $(if $(filter 3.10,$(VERSION)),,requirements/bench.txt)
 
-# Two at a time: a test that starts a process waits most of its time for it. `worksteal` keeps neighbours, which share
-# what they have made, on one side.
+# Two workers, because tests that start a process mostly wait for it. `worksteal` keeps neighboring tests, which share
+# fixtures, on one worker.
 PYTEST := -m pytest -n 2 --dist worksteal
 BENCHMARKS := tests/benchmarks
-# A Ray cluster takes both cores, and is started once for its tests.
+# A Ray cluster uses both cores, and is started once for all of its tests.
 CLUSTERS := tests/clusters
-# Libraries that train by themselves have two environments of their own, by the versions of torch.
+# Libraries with their own trainers have two separate environments, one per torch version.
 LIBRARIES := tests/libraries
 
-# The same with any torch, so that they need not run again with IPEX's. Nor need what is slow of some more.
+# These do not depend on torch's version, so they are not repeated with IPEX's torch. Nor are slow tests of some others.
 ANY_TORCH := $(CLUSTERS) $(LIBRARIES) tests/cli tests/cpu $(wildcard tests/distributed/launch*) tests/faults \
     tests/test_architecture.py \
     tests/runtime/test_checks.py tests/test_docstrings.py tests/test_no_test_skipped.py tests/config/test_options.py \
@@ -88,7 +88,7 @@ help:
 	@echo "make clean   remove .venv and other .venv-*, builds and caches"
 	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
 
-# An environment of its own, unless that of the tests is there: a third of the packages.
+# A separate environment with a third of the packages, unless the tests' environment exists.
 DEMO_VENV := .venv-demo
 demo:
 	$(if $(MISSING),$(error $(MISSING)))
@@ -101,13 +101,13 @@ test-benchmarks: TESTS := $(BENCHMARKS)
 test-all: TESTS := --ignore=$(CLUSTERS) --ignore=$(LIBRARIES)
 test-ray: TESTS := $(CLUSTERS)
 test-ray: PYTEST := -m pytest
-# Threads that wait for their turn on a busy machine should sleep: spinning, two suites at once take ten times as long.
+# Waiting threads should sleep on a busy machine: with spinning threads, two concurrent suites take ten times as long.
 test test-all test-benchmarks test-ray: export OMP_WAIT_POLICY := passive
 test test-all test-benchmarks test-ray: ready
 	@$(RUN) $(PYTEST) $(TESTS) $(ARGS)
 
-# In another environment, which has the benchmarks' peers too, so that tests and `make bench` find them.
-# Its torch is built for CUDA too, which is not to be looked for.
+# A separate environment that includes the benchmarks' peers, so that tests and `make bench` find them.
+# Its torch is built with CUDA, which must not be used.
 WITH_IPEX = $(MAKE) --no-print-directory VENV=.venv-ipex REQUIREMENTS="requirements/ipex.txt $(PEERS)"
 test-ipex: export CUDA_VISIBLE_DEVICES :=
 test-ipex:
@@ -124,7 +124,7 @@ test-libraries-2.13 test-libraries-2.8: test-libraries-%:
 	$(if $(filter 3.10,$(VERSION)),$(error The libraries need Python 3.11 or later. Name one: make PYTHON=python3.12 $@))
 	@+$(MAKE) --no-print-directory VENV=.venv-libraries-$* REQUIREMENTS=requirements/libraries-$*.txt TESTS=$(LIBRARIES) test-all
 
-# Samples of other libraries as tests: a fixed share of them, or all of them, with both versions of torch.
+# Samples of other libraries as tests: a fixed share or all of them, with both versions of torch.
 SAMPLES = $(MAKE) --no-print-directory VENV=.venv-libraries-$(1) REQUIREMENTS=requirements/libraries-$(1).txt samples
 proof proof-all: export CUDA_VISIBLE_DEVICES :=
 proof proof-all: export HF_HUB_OFFLINE := 1
@@ -138,13 +138,13 @@ samples: ready
 	@$(RUN) $(PYTEST) -q tests/proof
 	@PYTHONPATH=tests $(RUN) -m proof $(ARGS)
 
-# Wheels of these sources: older ones in dist are made again.
+# Wheels of the current sources: outdated ones in dist are rebuilt.
 WHEELS := dist/.made
 $(WHEELS): $(shell find nano_loop -name "*.py" -o -name "*.[ch]" -o -name "*.json" 2>/dev/null) README.md setup.cfg setup.py
 	@$(MAKE) --no-print-directory wheel
 
-# What pip installs today, but for torch: nothing here pins it, so it is installed anew each time. The tests stand in a
-# folder without the package's sources, which would be imported in the place of the wheel. With other versions:
+# The newest versions, except for torch: nothing pins them, so they are reinstalled each time. The tests are in a folder
+# without the package's sources, which would be imported instead of the wheel. With other versions:
 # make test-newest PYTHON=python3.13 TORCH=2.12.1 TESTS="--one-of 10 tests/loops tests/kernels"
 NEWEST := .venv-newest
 test-newest: TORCH = $(shell sed -n 's/^torch==//p' requirements/default.txt)
@@ -160,7 +160,7 @@ test-newest: $(WHEELS)
 	@rm -rf build/newest && mkdir -p build/newest && cp -r tests setup.cfg build/newest
 	@cd build/newest && ../../$(NEWEST)/bin/$(subst -m,python -m,$(PYTEST)) -m "not slow" $(TESTS) $(ARGS)
 
-# One of ten tests, for a program takes tens of times as long there. How fast it is says nothing.
+# One test in ten, because emulated programs are tens of times slower. Timings are meaningless there.
 ON_ARM = PYTHON=$(WHEEL_VENV)/bin/python scripts/emulated_arm.sh python3 $(PYTEST) -m "not slow" --one-of 10 \
     --timeout 600 -p no:cacheprovider
 RANKS_ON_ARM := test_ranks.py data_parallel launch_local/test_run.py
@@ -169,7 +169,7 @@ test-arm: $(WHEELS)
 	@$(ON_ARM) tests/loops tests/kernels/test_exactness.py $(addprefix tests/distributed/,$(RANKS_ON_ARM)) $(ARGS)
 	@NANO_LOOP_KERNELS=neon $(ON_ARM) tests/kernels/test_exactness.py
 
-# The limit of the users' suite, for `make bench ARGS="--suite users"`.
+# The upper bound in the users' suite, for `make bench ARGS="--suite users"`.
 ready-jax:
 	@+$(MAKE) --no-print-directory VENV=.venv-jax REQUIREMENTS="requirements/default.txt requirements/jax.txt" ready
 
@@ -188,7 +188,7 @@ docs-options: ready
 docs-results: ready
 	@$(RUN) -m benchmarks.published benchmarks/results/2*.json --page docs/results.md
 
-# The site reads the package's sources and imports nothing of it but its command line, so its environment has no torch.
+# The site reads the package's sources and only imports its command line, so its environment has no torch.
 DOCS_VENV := .venv-docs
 docs docs-serve:
 	$(if $(MISSING),$(error $(MISSING)))
@@ -198,7 +198,7 @@ docs: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet $(ARGS)
 docs-serve: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs serve --livereload $(ARGS)
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1
 
-# The peers have an environment of their own, so that nothing of ours comes to rely on them.
+# The peers have a separate environment, so that our code cannot come to depend on them.
 BENCH_VENV := .venv-bench
 bench:
 	$(if $(MISSING),$(error $(MISSING)))
@@ -209,7 +209,8 @@ bench:
 bench-overhead: ready
 	@$(RUN) -m benchmarks.overhead
 
-# The sdist, and the wheel without and with kernels in C: two files of one version, by platform. auditwheel tags the last by the C libraries that it runs with.
+# The sdist, and the wheels without and with C kernels: one version with two platform tags. auditwheel sets the second
+# tag, by the C libraries that the wheel supports.
 WHEEL_VENV := .venv-wheel
 BACKEND = $(WHEEL_VENV)/bin/python -c "import sys, setuptools.build_meta as backend; getattr(backend, sys.argv[1])(sys.argv[2])"
 wheel:
@@ -229,12 +230,12 @@ wheel:
 	@touch $(WHEELS)
 	@ls -l dist
 
-# The same for another processor, by the compiler for it and the name by which Python knows that.
+# The same for another processor, with a cross compiler and Python's name for the platform.
 CROSS := aarch64-linux-gnu-
 MAKE_ARM_WHEEL = CC=$(CROSS)gcc _PYTHON_HOST_PLATFORM=linux-aarch64 $(BACKEND) build_wheel build/dist >/dev/null && \
     PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair -w dist build/dist/*-linux_aarch64.whl
 
-# A checkout that was moved or copied, .venv and all, must not import the package from its old place.
+# A checkout that was moved or copied together with .venv must not import the package from its old location.
 ready:
 	$(if $(MISSING),$(error $(MISSING)))
 	@test "$$(cat $(READY) 2>/dev/null)" = "$(CURDIR)" || rm -f $(READY)

@@ -1,10 +1,10 @@
-"""Fails when a test was run in none of the environments, because each one skipped it or did not have it.
+"""Fails if a test ran in none of the environments, because each one skipped it or did not have it.
 
-Tests that this processor cannot run are counted by their reasons, and do not fail.
+Tests that this processor cannot run are counted by their reasons, and are not failures.
 
     python .ci/check_no_test_skipped.py default.xml ipex.xml
 
-Each argument is the JUnit XML file that pytest has written in one environment (`--junitxml`).
+Each argument is the JUnit XML file that pytest wrote in one environment (`--junitxml`).
 """
 
 import re
@@ -12,16 +12,16 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 
-#: How a reason begins that tests give for what this processor has or lacks.
+#: The prefix of skip reasons that refer to this processor.
 OF_THE_PROCESSOR = re.compile("(the|this) CPU has |torch cannot .* on this CPU$")
 
 
 def outcomes(file):
-    """Return the names of the tests that ran, and by the names of those that were skipped, the reasons."""
+    """Return the names of the tests that ran, and the reasons of the skipped ones by name."""
     ran, skipped = set(), {}
     for case in ElementTree.parse(file).iter("testcase"):
         reasons = {each.get("type"): each.get("message") or "" for each in case.findall("skipped")}
-        # An expected failure has run. A file that skips itself as a whole has no class, and its own name.
+        # An expected failure counts as run. A file that skips itself entirely has no class, and only its own name.
         name = f"{case.get('classname')}::{case.get('name')}"
         if "pytest.skip" in reasons:
             skipped[name] = reasons["pytest.skip"]
@@ -39,7 +39,7 @@ def never_run(files):
 
 
 def main(files):
-    """Print what was never run, and return the exit status."""
+    """Print the tests that never ran, and return the exit status."""
     if not files:
         print("name the JUnit XML files of all environments", file=sys.stderr)
         return 2

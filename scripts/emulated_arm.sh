@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # Runs a command in an emulated aarch64 system with Python, torch, the wheel of `make wheel` and the tests:
 #     scripts/emulated_arm.sh python3 -m pytest tests/loops
-# `--missing` prints what this machine lacks for it, and nothing where it lacks nothing.
+# `--missing` prints the requirement that this machine lacks, or nothing.
 #
-# The system lies in .arm: Debian's packages are unpacked there, not installed. QEMU runs its programs in a namespace of
-# this command alone, so that the machine stays as it is. It needs no root, and a Linux of 6.7 or later.
+# The system is in .arm: Debian's packages are unpacked there, not installed. QEMU runs its programs in a separate
+# namespace, so that the machine is unchanged. This requires Linux 6.7 or later, but not root.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 arm=$PWD/.arm
 root=$arm/root
 
-# As Neoverse V1, with vectors of 32 bytes. torch takes QEMU's SME for SME2, and dies of an illegal instruction.
+# Like Neoverse V1, with 32-byte vectors. torch mistakes QEMU's SME for SME2, and crashes with an illegal instruction.
 cpu=max,sme=off,sve-default-vector-length=32
 features="fp asimd atomics fphp asimdhp asimddp sve i8mm bf16 svebf16"
 
-# A namespace in which this user is root, with its own programs by format of file.
+# A namespace in which this user is root, with its own binfmt_misc registrations.
 separate=(unshare --user --map-root-user --mount --pid --fork --kill-child)
 own_formats="mount -t binfmt_misc binfmt_misc /proc/sys/fs/binfmt_misc"
 
@@ -26,7 +26,7 @@ missing() {
   "${separate[@]}" sh -c "$own_formats" 2>/dev/null || echo "Linux gives a namespace no binfmt_misc of its own (6.7 does)"
 }
 
-# Unpacks Debian's Python for aarch64 with all that it needs, and QEMU for this machine.
+# Unpacks Debian's Python for aarch64 with its dependencies, and QEMU for this machine.
 unpack_debian() {
   local here apt
   here=$(dpkg --print-architecture)
@@ -47,14 +47,14 @@ unpack_debian() {
   rm -rf "$arm/apt"
 }
 
-# Installs wheels for aarch64 beside that Python, by the pip of this machine's.
+# Installs wheels for aarch64 for that Python, with this machine's pip.
 install_wheels() {
   "${PYTHON:-python3}" -m pip install -qq --progress-bar off --disable-pip-version-check --upgrade --no-deps \
     --only-binary=:all: --implementation cp --python-version "$version" --target "$packages" \
     $(printf -- '--platform manylinux%s_aarch64 ' _2_28 _2_27 _2_17 2014) "$@"
 }
 
-# Has the processor of the host's /proc/cpuinfo replaced by one that QEMU's has the instructions of.
+# Writes a /proc/cpuinfo for the emulated processor, which replaces the host's.
 describe_processor() {
   local processor
   for processor in $(seq 0 $(($(nproc) - 1))); do
@@ -79,7 +79,7 @@ fi
 version=$(basename "$(echo "$root"/usr/bin/python3.[0-9]*)" | sed 's/^python//')
 packages=$root/usr/local/lib/python$version/dist-packages
 if ! [ "$arm/packages" -nt requirements/arm.txt ]; then
-  grep -v '^torch==' requirements/default.txt >"$arm/constraints.txt" # torch for aarch64 and CPUs is an older one
+  grep -v '^torch==' requirements/default.txt >"$arm/constraints.txt" # torch's CPU build for aarch64 is older
   rm -rf "$packages"
   install_wheels -r requirements/arm.txt -c "$arm/constraints.txt"
   touch "$arm/packages"
@@ -92,7 +92,7 @@ cp -r tests setup.cfg "$root/checkout"
 describe_processor >"$root/cpuinfo"
 
 enter=$(cat <<'INNER'
-  # Files that begin as an ELF program for aarch64 does.
+  # The start of ELF files for aarch64.
   magic='\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00'
   mask='\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff'
   echo ":aarch64:M::$magic:$mask:$QEMU:F" >/proc/sys/fs/binfmt_misc/register
@@ -102,10 +102,10 @@ enter=$(cat <<'INNER'
   mount --rbind /dev "$ROOT/dev"
   mount -t tmpfs tmpfs "$ROOT/tmp"
   ulimit -c 0
-  chroot "$ROOT" /bin/sh -c 'cd /checkout && exec "$@"' "$@" || exit # not as process 1, which no signal of its own ends
+  chroot "$ROOT" /bin/sh -c 'cd /checkout && exec "$@"' "$@" || exit # not as process 1, which cannot kill itself with a signal
 INNER
 )
-# Threads that wait should sleep: there are more than cores.
+# Waiting threads should sleep, because there are more threads than cores.
 exec env -i PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin HOME=/tmp USER=tester LANG=C.UTF-8 OMP_WAIT_POLICY=passive \
   "QEMU_CPU=$cpu" ${NANO_LOOP_KERNELS:+"NANO_LOOP_KERNELS=$NANO_LOOP_KERNELS"} \
   ROOT="$root" QEMU="$arm/qemu/usr/bin/qemu-aarch64-static" \

@@ -1,4 +1,4 @@
-"""What docstrings have at run time alone, for the API pages of the documentation site: an extension of griffe."""
+"""A griffe extension that adds the parts of docstrings that exist only at run time to the site's API pages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The documentation site's pages that are no files of docs/, as a hook of mkdocs: see mkdocs.yml.
+"""An mkdocs hook for the pages of the documentation site that are not files of docs/: see mkdocs.yml.
 
-README, CONTRIBUTING and the like are pages as they are, and their links, and those of docs/ to them, lead from page to
+README, CONTRIBUTING and similar files are shown unchanged, except that links between them and docs/ lead from page to
 page. Two pages are generated: the help of each command, and the reasons why steps are skipped.
 """
 
@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-#: By page: the file of the repository that it shows.
+#: The repository's file that each page shows.
 SHOWN = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
@@ -30,7 +30,7 @@ _PAGES = {file: page for page, file in SHOWN.items()}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages, and pictures that README shows."""
+    """Add the pages."""
     contents = {page: (ROOT / file).read_text(encoding="utf-8") for page, file in SHOWN.items()}
     for page, text in {**contents, "commands.md": _commands()}.items():
         files.append(File.generated(config, page, content=text))
@@ -38,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead the links of a page to pages, and insert what is generated."""
+    """Point a page's links to other pages, and insert generated text."""
     source = page.file.src_uri
     if source == "report.md":
         markdown = markdown.replace("<!-- codes -->", _codes())
@@ -48,14 +48,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         file = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
         target = _PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)
         if target is None or target not in files.src_uris:
-            return None  # a file of the repository that is no page
+            return None  # a file of the repository that is not a page
         return posixpath.relpath(target, posixpath.dirname(source) or ".")
 
     return relinked(markdown, target_of)
 
 
 def _commands() -> str:
-    """Return a page with what `--help` prints for each command."""
+    """Return a page with the `--help` output of each command."""
     import click
 
     from nano_loop.cli.app import app
@@ -71,7 +71,7 @@ def _commands() -> str:
 
 
 def _codes() -> str:
-    """Return a table of the codes of reasons, with the steps that give them and what the report says."""
+    """Return a table of reason codes, with the modules that use them and their texts in the report."""
     rows: dict[str, dict[str, None]] = {}
     details: dict[str, list[str]] = {}
     for path in sorted((ROOT / "nano_loop").rglob("*.py")):
@@ -90,7 +90,7 @@ def _codes() -> str:
 
 
 def _reason(node: ast.AST) -> tuple[str | None, str]:
-    """Return the code and the text of a reason that a piece of source makes."""
+    """Return the code and the text of a reason that a call constructs."""
     if not isinstance(node, ast.Call):
         return None, ""
     function = ast.unparse(node.func)
@@ -103,7 +103,7 @@ def _reason(node: ast.AST) -> tuple[str | None, str]:
 
 
 def _text(node: Any) -> str:
-    """Return a string of the source, with … for what is put into it; empty if it is no string."""
+    """Return a string literal, with … in place of inserted values; empty if the node is not a string."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

@@ -1,9 +1,9 @@
 """Finds the operators that need a wider dtype than bf16 or fp16, and writes their table for the installed torch.
 
-Runs every operator of torch's own database under autocast with inputs of bf16, fp16 and fp32, alone and beside others,
-forward and backward. An error that fp32 does not have, or a result that is not finite or more than 10% off where fp32
-computes with the same rounded inputs, is attributed to the innermost ATen operator that failed. Repeats until there is
-no new one.
+Runs every operator of torch's own database under autocast with inputs of bf16, fp16 and fp32, alone and mixed, forward
+and backward. An error that fp32 does not have, or a result that is not finite or differs by more than 10% from fp32
+with the same rounded inputs, is attributed to the innermost ATen operator that failed. Repeats until there are no new
+ones.
 
 Run it with each torch: ``python scripts/sweep_operators.py``.
 """
@@ -35,25 +35,25 @@ from nano_loop.precision.autocast import widest_dtype
 from nano_loop.precision.autocast.autocast import LOW_DTYPES
 from nano_loop.precision.autocast.default_ops import TORCHS, as_torch_does, overload_of
 
-# torch's tests, which the database is part of, derive from a class of this package, which need not be installed for it.
+# torch's tests, which include the database, derive from a class of this package, which need not be installed for it.
 sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).TestCase = unittest.TestCase  # type: ignore[attr-defined]
 op_db = importlib.import_module("torch.testing._internal.common_methods_invocations").op_db
 
-#: How many samples of an operator are run.
+#: The number of samples to run per operator.
 SAMPLES = 3
-#: The rule of an operator that fails beside fp32 alone.
+#: The rule of an operator that fails only with mixed fp32 inputs.
 MIXED = "mixed"
-#: Casts and factories, which have no result to be wrong.
+#: Casts and factories, whose results cannot be wrong.
 _NOT_RECORDED = ("to", "_to_copy", "copy_", "detach", "requires_grad_", "set_", "resize_")
-#: Operators of most models, which take bf16 beside fp32 weights, and refuse fp32 beside bf16 weights alone.
+#: Operators of most models, which accept bf16 with fp32 weights, and only reject fp32 with bf16 weights.
 _LEFT = ("layer_norm", "native_layer_norm", "group_norm", "native_group_norm")
-#: What the names of operators begin with that torch has for its own tests.
+#: Name prefixes of operators that torch defines for its own tests.
 _OF_TESTS = ("_test_", "_foobar")
-#: How far a result may be from that in fp32, relative to its norm, and the least norm, relative to the largest one of
-#: the case: gradients that cancel, as that of a norm of one number, are all rounding.
+#: The allowed distance from fp32's result, relative to its norm, and the smallest norm, relative to the largest one of
+#: the case: gradients that cancel, as in a norm of one value, are only rounding errors.
 FAR, LEAST = 0.1, 1e-3
 
-#: What the database has no samples of.
+#: Calls of which the database has no samples.
 EXTRA: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "_standard_gamma": (lambda x: torch._standard_gamma(x.abs() + 1) * 0, (torch.rand(4, 4),)),
     "_sample_dirichlet": (lambda x: torch._sample_dirichlet(x.abs() + 1) * 0, (torch.rand(4, 4),)),
@@ -77,7 +77,7 @@ EXTRA: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (torch.rand(4, 4),),
     ),
 }
-# Those in place that many models call.
+# In-place operators that many models call.
 for name in ("relu_", "hardtanh_", "hardswish_", "gelu_"):
     EXTRA[name] = (lambda x, name=name: getattr(torch.ops.aten, name)(x), (torch.randn(4, 4),))
 EXTRA["batch_norm"] = (
@@ -92,7 +92,7 @@ for name, sides in (("upsample_nearest2d", 2), ("upsample_nearest3d", 3)):
 
 #: Those that write to an fp32 output.
 WITH_OUT = ("mm(out)", "addmm(out)")
-#: Those whose last operator is the one that raises in the backward.
+#: Calls whose last operator raises in the backward.
 LAST = ("sparse.addmm",)
 
 
@@ -107,12 +107,12 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Yield what is run, with fp32 inputs."""
+    """Yield the cases to run, with fp32 inputs."""
     for info in op_db:
         functions = [info.op, info.inplace_variant]
         try:
             samples = [*itertools.islice(info.sample_inputs("cpu", torch.float32), SAMPLES)]
-        except Exception:  # of an operator without fp32 samples
+        except Exception:  # an operator without fp32 samples
             continue
         for function, sample in itertools.product(functions, samples):
             if function is not None:
@@ -123,7 +123,7 @@ def cases() -> Iterator[Case]:
 
 
 def variants(case: Case, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Yield the arguments of a case with all tensors in a low dtype, the first one alone, and all but the first."""
+    """Yield the arguments of a case with all tensors in a low dtype, only the first one, and all but the first."""
     first = next((leaf for leaf in tree_leaves((case.args, case.kwargs)) if isinstance(leaf, Tensor)), None)
     for rule, is_cast in (
         (MIXED, lambda tensor: tensor is first),
@@ -151,14 +151,14 @@ def computed(case: Case, args: Any, kwargs: Any, autocast: torch.dtype | None = 
     if case.differentiable:
         for leaf in leaves:
             leaf.requires_grad_()
-    # An operator in place writes to no leaf.
+    # An in-place operator must not write to a leaf.
     args, kwargs = tree_map(lambda leaf: leaf * 1 if any(leaf is one for one in leaves) else leaf, (args, kwargs))
     seeded = functools.partial(torch.manual_seed, seed)
     seeded()
     call_state.accelerated = autocast is not None
     try:
         with (
-            mock.patch.object(torch, "manual_seed", side_effect=lambda _: seeded()),  # which the database calls
+            mock.patch.object(torch, "manual_seed", side_effect=lambda _: seeded()),  # the database calls it
             torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False),
         ):
             outputs = case.function(*args, **kwargs)
@@ -166,14 +166,14 @@ def computed(case: Case, args: Any, kwargs: Any, autocast: torch.dtype | None = 
         call_state.accelerated = False
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     differentiable = [tensor for tensor in tensors if tensor.requires_grad]
-    if differentiable:  # by weights that differ: the sum of a softmax has no gradient
+    if differentiable:  # with distinct weights, because the sum of a softmax has no gradient
         torch.autograd.backward([weighted(tensor) for tensor in differentiable])
     gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
     return [tensor.detach() for tensor in (*tensors, *gradients)]
 
 
 def weighted(tensor: Tensor) -> Tensor:
-    """Return a sum of all numbers with weights that differ, or of a sparse tensor, of their absolute values."""
+    """Return a sum of all values with distinct weights; for a sparse tensor, a sum of their absolute values."""
     if tensor.layout is not torch.strided:
         return tensor.abs().sum()
     parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -181,7 +181,7 @@ def weighted(tensor: Tensor) -> Tensor:
 
 
 def is_far(results: Sequence[Tensor], exact: Sequence[Tensor], far: float = FAR) -> bool:
-    """Whether a result is not finite where the exact one is, or far from it, relative to its norm or the largest."""
+    """Whether a result is not finite though the exact one is, or far from it relative to its norm or the largest."""
     norms = [
         float(tensor.to_dense().double().norm()) for tensor in exact if tensor.is_floating_point() and tensor.numel()
     ]
@@ -196,14 +196,14 @@ def is_far(results: Sequence[Tensor], exact: Sequence[Tensor], far: float = FAR)
 
 
 def in_fp32(leaf: Any) -> Any:
-    """Return a low tensor's copy in fp32, a copy of another one, or another leaf itself."""
+    """Return an fp32 copy of a low-precision tensor, a copy of another tensor, or any other leaf itself."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().float() if leaf.dtype in LOW_DTYPES else leaf.detach().clone()
 
 
 class Recorder:
-    """The ATen operators that a case has called, and the innermost one that raised."""
+    """Records the ATen operators that a case called, and the innermost one that raised."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -216,7 +216,7 @@ class Recorder:
         self.raised: str | None = None
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return the operators that record."""
+        """Return the operators as functions that record."""
         return {name: self._recording(name) for name in self._names}
 
     def _recording(self, name: str) -> Callable[..., Any]:
@@ -236,7 +236,7 @@ class Recorder:
 
 
 def recordable(known: Sequence[str]) -> list[str]:
-    """Return the operators that can have a rule: they take tensors."""
+    """Return the operators that can have a rule: they accept tensors."""
     names = []
     for full in torch._C._dispatch_get_all_op_names():
         name = full.removeprefix("aten::")
@@ -260,7 +260,7 @@ def recordable(known: Sequence[str]) -> list[str]:
 
 
 def sweep(table: dict[str, set[str]], chosen: Sequence[Case]) -> tuple[dict[str, set[str]], list[str]]:
-    """Return what is not yet in a table, and the failures without an operator."""
+    """Return the entries missing from a table, and the failures without an operator."""
     new: dict[str, set[str]] = {}
     left: list[str] = []
     widest_dtype.TABLE.clear()
@@ -273,7 +273,7 @@ def sweep(table: dict[str, set[str]], chosen: Sequence[Case]) -> tuple[dict[str,
         for case in chosen:
             try:
                 first, second = (computed(case, *tree_map(in_fp32, (case.args, case.kwargs)), seed=i) for i in range(2))
-            except Exception:  # fp32 does not have it either
+            except Exception:  # fp32 fails as well
                 continue
             draws = is_far(second, first) or "empty" in case.name
             for dtype in LOW_DTYPES:

@@ -1,10 +1,10 @@
-"""A model with attention, which nano_loop computes by other kernels than torch."""
+"""A model whose attention nano_loop computes with different kernels than torch."""
 
 from torch import nn
 
 
 class Attending(nn.Module):
-    """Takes tokens below 20, and returns three numbers for each sequence."""
+    """Accepts token ids below 20, and returns three values per sequence."""
 
     def __init__(self, width=64):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Holds every test to leaving the process as it found it, and keeps the caller's launch variables out of the tests."""
+"""Checks that every test leaves the process as it found it, and hides the caller's launch variables from the tests."""
 
 import gc
 import os
@@ -34,22 +34,22 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Take launch variables away before test files are imported, for a decorator reads them at once.
+    """Remove launch variables before test files are imported, because a decorator reads them immediately.
 
-    And let Ctrl-C be heard, which a shell lets its jobs in the background ignore: tests send it. Hypothesis tries a few
-    examples where slow tests are left out.
+    Also restore the handling of Ctrl-C, which shells ignore in background jobs: tests send it. Hypothesis tries only a
+    few examples if slow tests are deselected.
     """
-    # Slow machines are no fault of a test, and examples that were saved on one machine make another's runs differ.
+    # No deadline, because machines may be slow, and no database, because runs would then differ between machines.
     examples = 20 if config.getoption("markexpr") == "not slow" else 200
     settings.register_profile("nano_loop", max_examples=examples, deadline=None, database=None, derandomize=True)
     settings.load_profile("nano_loop")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         config.add_cleanup(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Where a CPU has no such instructions, runs warn that they are slow: that is the machine's, and no fault of a test.
+    # Runs warn that a CPU without these instructions is slow, which is not a failure of the test.
     config.addinivalue_line("filterwarnings", "ignore:.*this CPU has no bf16 instructions")
     for dtype in (torch.float32, torch.float64):
-        resolve_mkl_functions(dtype)  # so that plain loops compute the same each time, too
+        resolve_mkl_functions(dtype)  # so that plain loops compute the same values each time, too
     patch = pytest.MonkeyPatch()
     for name in [*os.environ]:
         if name != KERNELS and (name.startswith(LAUNCH_PREFIXES) or name in LAUNCH_NAMES):
@@ -58,10 +58,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keep one of N tests, by a hash of their names, those of teams first and those that launch processes last.
+    """Keep one of N tests by a hash of their names, and run team tests first and tests that launch processes last.
 
-    Others keep their order. pytest's workers halve the tests, and one that has finished takes over what another has
-    left. So one of them alone starts the teams, and both launch processes to the end, which is most of the time.
+    Others keep their order. Each pytest worker starts with half of the tests and takes over others when it is done, so
+    a single worker starts the teams, and both end by launching processes, which takes most of the time.
     """
     number = config.getoption("one_of")
     items[:] = [item for item in items if crc32(item.nodeid.encode()) % number == 0]
@@ -73,9 +73,9 @@ def _launches(item):
 
 
 def pytest_collection_finish():
-    """Take what was imported, which stays, out of the garbage collector's sight.
+    """Exclude everything imported so far from garbage collection.
 
-    Tests that look for what a run has left collect first, and going through all of torch takes most of a second.
+    Tests that check what a run leaves behind collect garbage first, and traversing torch takes most of a second.
     """
     gc.collect()
     gc.freeze()
@@ -83,7 +83,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def nothing_leaks():
-    """Fail a test that leaves the process different, with what was there before and what is there now."""
+    """Fail a test that changes the process, and show the state before and after."""
     before, masks = process_state(), affinity_masks()
     yield
     left = [*changes(before, process_state()), *moved_threads(masks, affinity_masks())]
@@ -93,7 +93,7 @@ def nothing_leaks():
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured(nothing_leaks, monkeypatch):
-    """Let runs in the test's process compute by the first guesses, or what a test shows would depend on times."""
+    """Make runs in the test process use the initial guesses, so that no test depends on timings."""
     monkeypatch.setattr(budget, "STEPS", -1)
     monkeypatch.setattr(budget, "SHARE", -1)
     for module in (tune_operators, trial):
@@ -102,7 +102,7 @@ def nothing_is_measured(nothing_leaks, monkeypatch):
 
 @pytest.fixture
 def measuring(nothing_is_measured, monkeypatch, tmp_path):
-    """Let runs measure, with time for all shapes and an empty cache folder; return the folder."""
+    """Enable measurements, with time for all shapes and an empty cache folder; return the folder."""
     monkeypatch.setattr(budget, "STEPS", 1e6)
     monkeypatch.setattr(budget, "SHARE", SHARE)
     for module in (tune_operators, trial):
@@ -115,26 +115,26 @@ def measuring(nothing_is_measured, monkeypatch, tmp_path):
 
 @pytest.fixture
 def deterministic():
-    """Return what switches torch's deterministic mode on, as a loop may do at any time. The test ends without it."""
+    """Return a function that enables torch's deterministic mode, which is restored after the test."""
     yield lambda: torch.use_deterministic_algorithms(True)
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
 def rank_put_back(monkeypatch):
-    """Put back the rank by which Lightning prints and logs: Fabric sets it and leaves it, also where nothing runs."""
+    """Restore the rank that Lightning prints and logs with: Fabric sets it and never restores it."""
     monkeypatch.setattr(rank_zero_only, "rank", getattr(rank_zero_only, "rank", 0), raising=False)
 
 
 @pytest.fixture
 def without_ipex(monkeypatch):
-    """Let a report be as where no test before has imported IPEX, which a run that did not ask for it tells of."""
+    """Make the report independent of earlier tests that imported IPEX, which runs that did not ask for it mention."""
     monkeypatch.delitem(sys.modules, "intel_extension_for_pytorch", raising=False)
 
 
 @pytest.fixture(scope="session")
 def teams():
-    """By their sizes; a team that a test has broken is made anew."""
+    """Teams by size. A team broken by a test is recreated."""
     made = {}
     yield made
     for team in made.values():
@@ -143,7 +143,7 @@ def teams():
 
 @pytest.fixture
 def team(teams):
-    """Give the team of a size: ``team(2)(function, *args)`` calls ``function(ranks, *args)`` in two processes."""
+    """Return a team by size: ``team(2)(function, *args)`` calls ``function(ranks, *args)`` in two processes."""
 
     def of(size):
         if size in teams and teams[size].broken:

@@ -1,4 +1,4 @@
-"""What a process has that a run may leave changed: settings, environment, replaced attributes, affinity masks."""
+"""State of a process that a run might leave changed: settings, environment, replaced attributes, affinity masks."""
 
 import os
 from pathlib import Path
@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 
 from nano_loop.patching.patch_table import left_by_runs
 
-# pytest sets the one anew for a test's set-up, call and teardown, torch the other when it first compiles something.
+# pytest sets the first for each phase of a test; torch sets the others when it first compiles something.
 NOT_OURS = frozenset(("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"))
 
-# What a run replaces while it lasts; an attribute that a class only inherits has to be inherited again afterwards.
+# Attributes that a run replaces temporarily. One that a class only inherits must be inherited again afterwards.
 REPLACED = (
     (nn.Module, "__call__"),
     (nn.Module, "forward"),
@@ -57,7 +57,7 @@ def changes(before, after):
 
 
 def affinity_masks():
-    """The CPUs that each thread of this process may run on, by thread id; nothing where there are no masks."""
+    """The CPUs that each thread of this process may run on, by thread id; empty if the system has no masks."""
     masks = {}
     for task in Path("/proc/self/task").glob("*"):
         try:
@@ -68,7 +68,7 @@ def affinity_masks():
 
 
 def moved_threads(before, after):
-    """Threads whose mask is another, and new threads with a mask that no thread had."""
+    """Threads whose mask has changed, and new threads with a mask that no thread had before."""
     known = set(before.values())
     for thread, mask in after.items():
         old = before.get(thread)

@@ -1,4 +1,4 @@
-"""Finds the processes that carry a mark in their environment: those of trials are no descendants of who starts them."""
+"""Finds processes by a marker in their environment; processes of trials are not children of the caller."""
 
 import psutil
 
@@ -6,7 +6,7 @@ MARK = "MARK"
 
 
 def processes_with(mark):
-    """Return the processes whose variable `MARK` has this value."""
+    """Return the processes in which the variable `MARK` has this value."""
     return [each for each in psutil.process_iter() if _mark_of(each) == mark]
 
 

@@ -1,4 +1,4 @@
-"""For each check of an option: what it lets through and in which spelling, what it refuses, and texts of variables."""
+"""For each check of an option: accepted values and their normalized form, rejected values, and texts of variables."""
 
 import enum
 from fractions import Fraction
@@ -109,7 +109,7 @@ REFUSED = {
     checks.worker_init: ["patches", 1, lambda rank: None, awaited, generated],
 }
 
-# What a message has to name as allowed.
+# What the message has to name as allowed.
 ALLOWED = {
     checks.boolean: ("True", "False"),
     checks.auto_or_boolean: ('"auto"', "True", "False"),
@@ -127,7 +127,7 @@ ALLOWED = {
     checks.boolean_or_path: ("path",),
     checks.memory_limit: ("None", "bytes", '"8 GB"'),
     checks.image_cache: ("bytes", "folder"),
-    checks.operators: (),  # a path has other faults than a list
+    checks.operators: (),  # the faults of a path are not those of a list
     checks.operators_or_safe: (),
     checks.seconds: ("positive", "seconds"),
     checks.verbosity: ("True", "False", '"all"'),
@@ -163,5 +163,5 @@ TEXTS = {
 
 
 def cases(table):
-    """Each check of a table with each of its values."""
+    """Return each check of a table with each of its values."""
     return [(check, value) for check, values in table.items() for value in values]

@@ -1,7 +1,7 @@
-"""Faults in the rooms of the package, each planted in a copy and looked for by the tests that should find it.
+"""Faults in the package, each of which is planted in a copy and must be found by the named tests.
 
 ``make planted-faults`` plants one after another, and fails if one is not found. A change that moves or rewrites a line
-of this list changes the list with it.
+of this list must update the list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Fault(NamedTuple):
-    """A fault: what stands in a file of the package, once, what is put there instead, and who should find it."""
+    """A fault: text that occurs once in a file of the package, its replacement, and the tests that should fail."""
 
     file: str
     text: str
@@ -625,7 +625,7 @@ FAULTS = (
 
 
 def is_found(fault: Fault) -> bool:
-    """Whether the tests of a fault fail in a copy of the checkout that has it."""
+    """Whether the tests of a fault fail in a copy of the checkout with the fault."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         for name in ("nano_loop", "tests", "docs", "scripts", "setup.cfg", "benchmarks", "examples"):
             copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -639,7 +639,7 @@ def is_found(fault: Fault) -> bool:
 
 
 def main(wanted: list[str]) -> int:
-    """Plant the faults of the files whose names contain one of these, or all; return the exit status."""
+    """Plant the faults of the files whose names contain one of these strings, or all; return the exit status."""
     missed = 0
     for fault in FAULTS:
         if not wanted or any(name in fault.file for name in wanted):

@@ -1,4 +1,4 @@
-"""Holds the rooms of the package to their order, by reading the imports of every file without running it."""
+"""Enforces the order of the package's rooms, by reading the imports of every file without running it."""
 
 import ast
 import re
@@ -17,8 +17,8 @@ import nano_loop
 
 PACKAGE = Path(nano_loop.__file__).parent
 
-# From top to bottom. A room may import from its own line and from those below it, never from one above. Each folder is
-# a room of its own, at any depth, and so is a module that stands here by its name. A new room is written in here.
+# From top to bottom. A room may import from its own line and from those below, never from one above. Each folder is a
+# room of its own, at any depth, and so is a module that is listed here by name. Add new rooms here.
 ROOMS = (
     ("__init__", "__main__", "cli.at_start.sitecustomize"),
     ("lightning", "pytorch_lightning", "vision"),
@@ -70,7 +70,7 @@ ROOMS = (
     ("errors", "version"),
 )
 
-# What does not keep a rule yet, or never will: rule → module → the reason. An entry that is not needed is an error.
+# Exceptions, temporary or permanent: rule → module → the reason. An unneeded entry is an error.
 ALLOWED: dict[str, dict[str, str]] = {
     "upward_imports": {},
     "private_names_of_others": {
@@ -95,7 +95,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
 }
 
-# How many files may import what is likely to change or to vanish.
+# The number of files that may import packages that are likely to change or disappear.
 FILES_THAT_MAY_IMPORT = {
     "intel_extension_for_pytorch": 1,
     "ray": 1,
@@ -104,8 +104,8 @@ FILES_THAT_MAY_IMPORT = {
     "pytorch_lightning": 1,
 }
 
-# The lines that each folder of the package may have (Python, C and headers, as `wc -l` counts), and its modules beside
-# the folders. A budget is raised by a commit of its own, which says what mechanism was replaced, and how much.
+# The line budgets of the package's folders (Python, C and headers, as counted by `wc -l`) and of the top-level modules.
+# A budget is raised in a separate commit, which states what mechanism was replaced, and by how much.
 BUDGETS = {
     "": 450,  # 430 is the goal
     "api": 1_300,
@@ -128,7 +128,7 @@ BUDGETS = {
     "storage": 400,  # 350 is the goal
 }
 LONGEST = 400  # lines of a file in Python
-#: How much the modules may keep, all together.
+#: The number of state objects that all modules together may keep.
 STATE = {
     "process-wide tables": 16,
     "thread-locals": 6,
@@ -136,16 +136,16 @@ STATE = {
 }
 
 WITHOUT_TORCH = "cpu"
-#: How the names of the modules begin that may use private names of torch.
+#: The name prefixes of the modules that may use private names of torch.
 PRIVATE_NAMES_MODULES = "patching.torch_private"
-#: Names with an underscore that Python documents for everybody.
+#: Names with an underscore that are part of Python's documented interface.
 DOCUMENTED = {"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_make", "_replace"}
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "misc"}
 
 
 @dataclass
 class Module:
-    """One file: what it imports of the package and of others, and what it uses of others' private names."""
+    """One file: its imports from the package and from others, and the private names of others that it uses."""
 
     name: str
     room: str
@@ -155,8 +155,8 @@ class Module:
     outside: set[str] = field(default_factory=set)
     private: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    tables: list[str] = field(default_factory=list)  # what `process_wide` registers
-    made: dict[str, list[str]] = field(default_factory=dict)  # by callable: the module's objects that a call has made
+    tables: list[str] = field(default_factory=list)  # tables registered by `process_wide`
+    made: dict[str, list[str]] = field(default_factory=dict)  # by callable: the module-level objects it creates
     classes: dict[str, "Class"] = field(default_factory=dict)
 
     @property
@@ -166,7 +166,7 @@ class Module:
 
 @dataclass
 class Class:
-    """What a file says of a class: its bases, and whether its methods change fields of its objects or of itself."""
+    """The bases of a class, and whether its methods change fields of its objects or of the class itself."""
 
     bases: set[str]
     changes: bool
@@ -177,7 +177,7 @@ class Class:
 
 @lru_cache(9)
 def walked(tree: ast.AST) -> tuple[ast.AST, ...]:
-    """Return all nodes of a tree, which each rule goes through."""
+    """Return all nodes of a tree, which every rule walks."""
     return (*ast.walk(tree),)
 
 
@@ -227,7 +227,7 @@ def type_checking_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def docstrings(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the strings that are statements of their own, and so said to people alone."""
+    """Yield the strings that are statements of their own, which only people read."""
     for node in walked(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield node.value
@@ -246,7 +246,7 @@ def imported(node: ast.AST, folder: list[str]) -> Iterator[str]:
 
 
 def imported_by_string(text: object, package: str, known: set[str]) -> Iterator[str]:
-    """Yield the modules of the package that a string names, or imports where it is a program for ``python -c``."""
+    """Yield the modules of the package that a string names, or imports if it is a program for ``python -c``."""
     if not isinstance(text, str):
         return
     if text.startswith(f"{package}.") and text.partition(".")[2] in known:
@@ -261,14 +261,14 @@ def called_name(call: ast.Call) -> str:
 
 
 def longest_known(dotted: str, known: set[str]) -> str:
-    """Return the module that holds `dotted`; what is in none of them is a name of the package itself."""
+    """Return the module that holds `dotted`; a name in none of them belongs to the package itself."""
     while dotted and dotted not in known:
         dotted = dotted.rpartition(".")[0]
     return dotted or "__init__"
 
 
 def private_names(tree: ast.AST, said: set[ast.AST]) -> Iterator[str]:
-    """Yield names with an underscore that the file has not defined itself: imported, reached in objects, in strings."""
+    """Yield names with an underscore that the file does not define: imported, accessed on objects, or in strings."""
     own = set(defined(tree)) - private_to_torch() | DOCUMENTED
     pieces = {piece for node in walked(tree) if isinstance(node, ast.JoinedStr) for piece in node.values} | said
     for node in walked(tree):
@@ -283,7 +283,7 @@ def private_names(tree: ast.AST, said: set[ast.AST]) -> Iterator[str]:
             yield repr(node.value)
 
 
-#: What a file may reach into, besides objects of the classes that it defines.
+#: What a file may access, in addition to objects of the classes that it defines.
 OWN = {"self", "cls", "super()", "vars(self)", "vars(cls)"}
 
 
@@ -305,7 +305,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 
 def reached(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Yield the attributes that an expression reaches: ``x.a``, ``getattr(x, "a")``, ``vars(x)["a"]`` and the like."""
+    """Yield the attributes that an expression accesses: ``x.a``, ``getattr(x, "a")``, ``vars(x)["a"]`` and the like."""
     if isinstance(node, ast.Attribute):
         yield node.value, node.attr
     elif isinstance(node, ast.Subscript) and is_dictionary(node.value):
@@ -330,7 +330,7 @@ def text_of(node: ast.expr) -> str:
 
 @cache
 def private_to_torch() -> frozenset[str]:
-    """Return the private names of torch's functions, operators, and of the objects that users meet."""
+    """Return the private names of torch's functions and operators, and of the objects that users see."""
     layer = nn.Linear(1, 1)
     optimizer, loader = torch.optim.SGD(layer.parameters()), DataLoader([1])
     names = {name for owner in (torch, layer, layer.weight, optimizer, loader) for name in dir(owner)}
@@ -343,7 +343,7 @@ def is_private(name: str) -> bool:
 
 
 def kept_by_module(tree: ast.Module) -> Iterator[str]:
-    """Yield what a module keeps between calls: containers that begin empty or that it changes, counts and globals."""
+    """Yield the state of a module: containers that start empty or that it changes, counters and globals."""
     for statement in tree.body:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
             target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
@@ -360,7 +360,7 @@ def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def objects_made(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the callables by whose call a module makes an object that it keeps, also in a class, with its names."""
+    """Yield the callables whose results a module keeps, also in a class, with the names of the results."""
     for owner in [tree, *(node for node in walked(tree) if isinstance(node, ast.ClassDef))]:
         for statement in owner.body:
             if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Call):
@@ -369,7 +369,7 @@ def objects_made(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def read_class(node: ast.ClassDef) -> Class:
-    """Read a class. What its objects get when they are made is no change."""
+    """Read a class. Fields set when an object is created are not changes."""
     makers = ("__init__", "__new__", "__post_init__")
     methods = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name not in makers]
     bases = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
@@ -377,7 +377,7 @@ def read_class(node: ast.ClassDef) -> Class:
 
 
 def changes_fields(method: ast.FunctionDef) -> bool:
-    """Whether a method sets a field of its object, or an item of one, or changes one by a method of containers."""
+    """Whether a method sets a field of its object or an item of one, or changes one by a container's method."""
     for node in walked(method):
         owner = node
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
@@ -392,7 +392,7 @@ def changes_fields(method: ast.FunctionDef) -> bool:
 
 
 def changes_containers(node: ast.ClassDef) -> bool:
-    """Whether the methods of a class change containers that it holds itself, for all its objects."""
+    """Whether the methods of a class change containers that the class itself holds, shared by all its objects."""
     held = [item.targets[0] for item in node.body if isinstance(item, ast.Assign) and is_container(item.value)]
     return any(is_changed(f"{node.name}.{ast.unparse(target)}", node) for target in held)
 
@@ -406,7 +406,7 @@ def is_container(node: ast.expr) -> bool:
 
 
 def is_changed(name: str, tree: ast.AST) -> bool:
-    """Whether a file changes a container in place, by an item or a method."""
+    """Whether a file changes a container in place, by item or by method."""
     for node in walked(tree):
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == name:
             return True
@@ -415,7 +415,7 @@ def is_changed(name: str, tree: ast.AST) -> bool:
     return False
 
 
-#: What makes something that changes, and the methods that change a container.
+#: Callables that create mutable objects, and the methods that change a container.
 MUTABLE = {
     *("dict", "list", "set", "bytearray", "defaultdict", "OrderedDict", "deque", "Counter", "ExitStack", "count"),
     *("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary"),
@@ -447,7 +447,7 @@ def is_above(target: Module, module: Module) -> bool:
 
 
 def import_cycles(modules: dict[str, Module]) -> Iterator[str]:
-    """Yield each cycle that a walk along the imports runs into; one with an upward import is found by that."""
+    """Yield each cycle found by walking along the imports; one with an upward import is found by that rule."""
     done: set[str] = set()
 
     def walk(name: str, path: list[str]) -> Iterator[str]:
@@ -496,13 +496,13 @@ def names_that_say_nothing(modules: dict[str, Module]) -> Iterator[str]:
 
 
 def state_outside_the_table(modules: dict[str, Module]) -> Iterator[str]:
-    """Yield what modules keep, other than by `process_wide`, whose tables every test finds empty."""
+    """Yield module state that is not registered by `process_wide`, whose tables every test finds empty."""
     for module in modules.values():
         yield from (f"{module.name} keeps {name}, which no test sees" for name in module.kept)
 
 
 def state_of_modules(modules: dict[str, Module]) -> dict[str, list[str]]:
-    """Return what modules keep, by its kind."""
+    """Return the state of the modules, by kind."""
     found: dict[str, list[str]] = {kind: [] for kind in STATE}
     for module in modules.values():
         kinds = {"process-wide tables": module.tables, "other objects that change": [*module.kept]}
@@ -518,7 +518,7 @@ def state_of_modules(modules: dict[str, Module]) -> dict[str, list[str]]:
 
 
 def classes_behind(name: str, module: Module, modules: dict[str, Module]) -> Iterator[Class]:
-    """Yield the class that a file has or imports by a name, and those of the package that it derives from."""
+    """Yield the class that a file defines or imports under a name, and those of the package that it derives from."""
     for place in (module.name, *module.all_imports):
         if (known := modules[place].classes.get(name)) is not None:
             yield known
@@ -528,14 +528,14 @@ def classes_behind(name: str, module: Module, modules: dict[str, Module]) -> Ite
 
 
 def more_state_than_allowed(modules: dict[str, Module]) -> Iterator[str]:
-    """Yield the kinds of state of which there is more than STATE says."""
+    """Yield the kinds of state that exceed the limits in STATE."""
     for kind, state in state_of_modules(modules).items():
         if len(state) > STATE[kind]:
             yield f"there are {len(state)} {kind}, and {STATE[kind]} are allowed: {'; '.join(sorted(state))}"
 
 
 def rooms_over_budget(modules: dict[str, Module]) -> Iterator[str]:
-    """Yield the folders that are larger than their budgets, and the long files."""
+    """Yield the folders that exceed their budgets, and the files that are too long."""
     if not modules:
         return
     package = modules["__init__"].path.parent
@@ -586,7 +586,7 @@ def test_package_keeps_the_rule(modules, judge):
 
 
 def judged(faults: list[str], allowed: dict[str, str]) -> list[str]:
-    """Return the faults of modules that are not allowed to have any, and the modules that are and have none."""
+    """Return the faults of modules that are not allowed any, and the modules that are allowed some and have none."""
     faulty = {fault: fault.split(" ")[0] for fault in faults}
     idle = [f"{module} keeps the rule: take it out of ALLOWED" for module in allowed if module not in faulty.values()]
     return [fault for fault, module in faulty.items() if module not in allowed] + idle
@@ -730,7 +730,7 @@ UPWARD = {
     ),
 }
 
-#: Uses of private names, each in a file that may have none, and how they are called.
+#: Uses of private names, each in a file that may use none, and how they are reported.
 PRIVATE = {
     "import": ("from torch._dynamo import config", "torch._dynamo.config"),
     "import of a name": ("from torch.nn import _reduction", "torch.nn._reduction"),

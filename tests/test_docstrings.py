@@ -1,4 +1,4 @@
-"""The examples in docstrings run, and give what they say."""
+"""The examples in docstrings run, and return what they show."""
 
 import doctest
 import importlib
@@ -9,7 +9,7 @@ import pytest
 
 import nano_loop
 
-# Not those that import Lightning or Ray, which change the process.
+# Without those that import Lightning or Ray, which change the process.
 IMPORT_RAY = ("cluster", "placement")
 OF_RAY = {f"nano_loop.distributed.launch_ray.{each}" for each in IMPORT_RAY}
 NAMES = {each.name for each in pkgutil.walk_packages(nano_loop.__path__, "nano_loop.")}

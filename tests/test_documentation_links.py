@@ -1,4 +1,4 @@
-"""Links, anchors, paths and modules in the documentation lead to something."""
+"""All links, anchors, paths and modules in the documentation exist."""
 
 import re
 from functools import cache
@@ -15,19 +15,19 @@ FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:\w+/)+(?:\w+\.(?:py|c|h))?)`")
 NAME = re.compile(r"`(\w+\.(?:py|c|h))`")
-#: What CONTRIBUTING names as files that somebody may add.
+#: Files that CONTRIBUTING names as ones to add.
 TO_BE_ADDED = re.compile(r"\b(gru|fast_gru|lion|arm_tiles|arrow_tables|test_gru)\.|launch_NAME")
 
 
 @cache
 def text_of(page):
-    """Return a page without its blocks of code."""
+    """Return a page without its code blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
 @cache
 def anchors_of(page):
-    """Return the anchors that GitHub gives to the headings of a page."""
+    """Return the anchors that GitHub generates for the headings of a page."""
     anchors = []
     for heading in re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE):
         words = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)).lower().replace(" ", "-")
@@ -54,7 +54,7 @@ def missing_paths(page):
 
 
 def missing_names(page):
-    """Yield the files that a page names without their folders, and that are nowhere in the package."""
+    """Yield the files that a page names without their folders, and that do not exist in the package."""
     names = {file.name for file in PACKAGE.rglob("*.*")}
     return (name for name in NAME.findall(text_of(page)) if name not in names)
 

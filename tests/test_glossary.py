@@ -1,4 +1,4 @@
-"""Names that the package defines are the field's words: a list of private words stays out."""
+"""The package's names are standard terms: none of a list of private words is used."""
 
 import ast
 from collections import Counter
@@ -9,7 +9,7 @@ import pytest
 import nano_loop
 
 PACKAGE = Path(nano_loop.__file__).parent
-#: Words that name a role in a sentence, or that only this package used.
+#: Words that describe a role in a sentence, or that only this package used.
 OLD = frozenset(
     (
         *("each", "found", "given", "needed", "mine", "theirs", "Seat", "Parts", "Entries", "Entry", "Layer", "meet"),
@@ -39,7 +39,7 @@ def defined(tree):
 
 
 def old_names(package):
-    """How many old names each top folder of a package defines; modules' own names count, too."""
+    """Count the old names that each top-level folder of a package defines, including module names."""
     counts = Counter()
     for path in sorted(package.rglob("*.py")):
         place = path.relative_to(package).parts

@@ -1,4 +1,4 @@
-"""Importing nano_loop changes nothing: compared in fresh interpreters, before the import and after it."""
+"""Importing nano_loop changes nothing: fresh interpreters are compared before and after the import."""
 
 import ast
 import gc
@@ -14,7 +14,7 @@ import pytest
 
 import nano_loop
 
-# Runs in a separate interpreter: records the process, does what it is given, and records it again.
+# Runs in a separate interpreter: records the state of the process, runs the given code, and records the state again.
 PROGRAM = """
 import gc, json, logging, os, signal, sys, threading, warnings
 from pathlib import Path
@@ -121,7 +121,7 @@ changed = {{name: difference(before[name], after[name]) for name in before if be
 json.dump(changed, open({result!r}, "w"))
 """
 
-# Everything that a user may have set up before the import, and that has to stay.
+# Everything that a user may have set up before the import, and that must be unchanged.
 BY_THE_USER = """
 logging.basicConfig(level=logging.DEBUG, format="mine %(message)s", stream=sys.stdout)
 log = logging.getLogger("lightning_fabric")
@@ -145,7 +145,7 @@ USERS = {"Fabric was imported": "import lightning_fabric", "all was set up": BY_
 
 
 def run(folder, before, doing):
-    """Return the finished process, and what of its state `doing` has changed."""
+    """Return the finished process, and the state that `doing` has changed."""
     result = folder / "changed.json"
     program = PROGRAM.format(before=textwrap.dedent(before), doing=doing, result=str(result))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
@@ -203,7 +203,7 @@ thread.start()
 
 
 def imports_only(statement, *unwanted):
-    """Run a statement in a separate interpreter, and fail if one of the modules is there afterwards."""
+    """Run a statement in a separate interpreter, and fail if one of the modules is imported afterwards."""
     program = f"import sys; {statement}; sys.exit(' '.join({{*{unwanted}}} & {{*sys.modules}}) or None)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Nothing that a run changes reaches what was not set up, and what it leaves behind is as it was before."""
+"""A run affects nothing that was not set up, and leaves everything as it was before."""
 
 import contextlib
 import copy
@@ -16,14 +16,14 @@ BF16 = {"precision": "bf16", "channels_last": True}
 
 
 def run(loop, model, **options):
-    """Run a loop over a model and its optimizer; return what it gives, and the report."""
+    """Run a loop over a model and its optimizer; return its result and the report."""
     accelerated = nano(verbose=False, **options)(loop)
     value = accelerated(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return value, accelerated.report
 
 
 class Teacher(nn.Module):
-    """Has all that a run may replace: dropout, attention, convolutions of kinds that ours compute otherwise."""
+    """Uses everything that a run may replace: dropout, attention, and several kinds of convolutions."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Teacher(nn.Module):
 
 
 def step_of(teacher, own_autocast):
-    """One forward and backward of a model that is not set up: its output and all its gradients."""
+    """Run one forward and backward of a model that is not set up; return its output and all its gradients."""
     teacher.zero_grad()
     images = torch.randn(8, 3, 16, 16, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=own_autocast):
@@ -53,7 +53,7 @@ def step_of(teacher, own_autocast):
 
 
 def distil(student, optimizer, teacher):
-    """Train a student, with steps of the teacher between its own."""
+    """Train a student, and train the teacher between its steps."""
     seen = []
     for own_autocast in (False, True, False, True):
         seen.append(step_of(teacher, own_autocast))
@@ -71,7 +71,7 @@ def student_and_teacher():
 
 
 class Distillation(TorchNano):
-    """Sets the student up and not the teacher."""
+    """Sets up the student but not the teacher."""
 
     def train(self, student, optimizer, teacher):
         self.setup(student, optimizer)
@@ -79,7 +79,7 @@ class Distillation(TorchNano):
 
 
 def test_teacher_computes_what_it_computes_without_a_run():
-    """Forward and backward, to the bit, in and out of an autocast of the user's; with the plain loop's random draws."""
+    """Forward and backward, bit for bit, with and without the user's autocast, with the plain loop's random draws."""
     plain = distil(*student_and_teacher())
     accelerated = Distillation(**BF16, verbose=False).train(*student_and_teacher())
     for step, (actual, expected) in enumerate(zip(accelerated, plain, strict=True)):
@@ -98,7 +98,7 @@ def test_training_of_another_thread_computes_what_it_computes_without_a_run():
             return super().forward(x)
 
     def other():
-        if turn is not None:  # from then on this thread alone draws
+        if turn is not None:  # from here on only this thread draws
             assert turn.wait(60)
         generator_state = torch.Generator().manual_seed(5).get_state()
         torch.manual_seed(1)
@@ -134,7 +134,7 @@ def test_view_that_raises_in_the_plain_loop_raises_during_a_run():
     class Net(nn.Conv2d):
         def forward(self, x):
             with pytest.raises(RuntimeError, match="view size is not compatible"):
-                torch.zeros(3, 4).t().view(-1)  # a matrix, inside of the model
+                torch.zeros(3, 4).t().view(-1)  # a matrix, inside the model
 
     run(train, Net(3, 8, 1), channels_last=True)
 
@@ -143,7 +143,7 @@ def test_view_that_raises_in_the_plain_loop_raises_during_a_run():
 
 
 def overlapping(first_ends_first, models):
-    """Run two runs in two threads, so that the second begins in the first, and they end in either order."""
+    """Execute two runs in two threads, so that the second begins during the first, and they end in either order."""
     begun, ended, errors = (threading.Event(), threading.Event()), (threading.Event(), threading.Event()), []
 
     @nano(**BF16, verbose=False)
@@ -185,7 +185,7 @@ def overlapping(first_ends_first, models):
     ],
 )
 def test_runs_of_two_threads_end_in_any_order(first_ends_first, shared):
-    """And leave nothing: a model that one of them had set up computes in fp32 afterwards, by torch's own kernels."""
+    """Nothing is left: a model that one of them had set up computes in fp32 afterwards, with torch's own kernels."""
     torch.manual_seed(0)
     one = Teacher()
     models = [one, one if shared else Teacher()]
@@ -197,14 +197,14 @@ def test_runs_of_two_threads_end_in_any_order(first_ends_first, shared):
     assert all(map(torch.equal, after, plain))
 
 
-# --- models that come as they are ---
+# --- models that are already traced or compiled ---
 
-# In a process that has imported IPEX, its passes change how scripted models compute, and it warns of them.
+# In a process that has imported IPEX, its passes change how scripted models compute, and it warns about them.
 without_ipex = pytest.mark.skipif(has_ipex(), reason="IPEX's passes over TorchScript stay in force once it is imported")
 
 
 class Small(nn.Module):
-    """Can be scripted."""
+    """A model that can be scripted."""
 
     def __init__(self):
         super().__init__()

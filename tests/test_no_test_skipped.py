@@ -1,4 +1,4 @@
-"""CI's check that every test runs in one environment at least."""
+"""CI's check that every test runs in at least one environment."""
 
 import runpy
 import subprocess
@@ -22,9 +22,9 @@ MAIN = runpy.run_path(str(SCRIPT))["main"]
 
 @pytest.fixture
 def check(tmp_path, capsys):
-    """Run the script on one file for each environment, each given as what became of test ``a``.
+    """Run the script on one file per environment, given as the outcomes of test ``a``.
 
-    It returns the exit status, and what is printed on both streams.
+    Return the exit status, and the output of both streams.
     """
 
     def run(*environments):

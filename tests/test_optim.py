@@ -1,4 +1,4 @@
-"""SparseAdam does what torch's SparseAdam and Adam do, each for its kind of gradient; after torch's own tests."""
+"""SparseAdam does what torch's SparseAdam and Adam do, for their kinds of gradients; after torch's own tests."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""What is installed, what is pinned, what is in a wheel, and what `make` does before anything is set up."""
+"""The installed files, the pinned versions, the contents of a wheel, and what `make` does before any set-up."""
 
 import configparser
 import importlib.metadata
@@ -43,7 +43,7 @@ def requirements_of(text):
 
 
 def declared():
-    """Return what setup.cfg asks for in the default environment: all but the `ipex` extra."""
+    """Return what setup.cfg requires in the default environment: everything except the `ipex` extra."""
     config = setup_cfg()
     extras = config["options.extras_require"]
     texts = (config["options"]["install_requires"], extras["examples"], extras["dev"])
@@ -89,7 +89,7 @@ def test_pins_pull_no_other_torch_and_nothing_for_a_gpu():
     assert "torch==2.13.0" in pin_lines()  # without a local version
 
 
-#: Lightning's oldest, and what it needs.
+#: The oldest supported Lightning, and its requirements.
 OLDER = {"lightning", "lightning-fabric", "pytorch-lightning", "fsspec", "packaging"}
 
 
@@ -129,7 +129,7 @@ def test_extras_that_messages_name_install_what_is_imported_there():
     extras = setup_cfg()["options.extras_require"]
     assert {name: {each.name for each in requirements_of(extras[name])} for name in EXTRAS} == EXTRAS
     text = "".join(path.read_text() for path in (ROOT / "nano_loop").rglob("*.py"))
-    of_modules = {"lightning", "pytorch-lightning"}  # which one message names after the package that is missing
+    of_modules = {"lightning", "pytorch-lightning"}  # one message names them after the missing package
     assert "nano-loop[{extra}]" in text
     assert {*re.findall(r"nano-loop\[([\w-]+)\]", text)} | of_modules == {*EXTRAS}
 
@@ -142,7 +142,7 @@ def test_ray_s_pin_is_what_the_extra_admits():
 
 
 def needed_by(requirement, seen):
-    """Add to `seen` all that is installed because of `requirement`, which is what pip would bring along."""
+    """Add to `seen` everything that pip would install because of `requirement`."""
     for extra in ("", *requirement.extras):
         name = canonicalize_name(requirement.name)
         if (name, extra) in seen:
@@ -165,7 +165,7 @@ def test_everything_that_is_needed_is_pinned():
 
 # --- what may not be in a file ---
 
-# Put together from pieces, so that this file does not hold what it looks for.
+# Assembled from pieces, so that this file does not contain what it searches for.
 MACHINE_PATH = re.compile(
     r"(?<![\w.~*}])/(?:" + "|".join(("work", "opt", "root", r"tmp/w")) + r")(?=[/\s\"'`)\],;:]|$)"
 )
@@ -175,12 +175,12 @@ REGISTRY_HOST = re.compile(
 
 
 def forbidden(text):
-    """Return what in `text` is a path of the machine it was written on, or a package registry's host."""
+    """Return the paths of a developer's machine and the hosts of package registries in `text`."""
     return [match[0] for pattern in (MACHINE_PATH, REGISTRY_HOST) for match in pattern.finditer(text)]
 
 
 def files_of_the_project():
-    """Return what git tracks; outside a git checkout, what is there, less what is made from it."""
+    """Return the files tracked by git; outside a git checkout, all files except generated ones."""
     command = ["git", "-C", ROOT, "ls-files", "-z"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     found = [ROOT / name for name in listed.split("\0") if name] or list(files_below(ROOT))
@@ -216,7 +216,7 @@ def test_no_file_holds_a_machine_path_or_a_registry_host():
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory):
-    """A copy of what is tracked, so that nothing is left in the checkout and nothing stale is taken from there."""
+    """A copy of the tracked files, so that the checkout stays clean and no stale file is used."""
     folder = tmp_path_factory.mktemp("source")
     for path in files_of_the_project():
         (folder / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +225,7 @@ def copied(tmp_path_factory):
 
 
 def built(folder, *hooks, **variables):
-    """Build by functions of setuptools, each of which is given the name of a folder, and return that folder's path."""
+    """Build by functions of setuptools, each of which gets the name of a folder, and return that folder's path."""
     calls = "; ".join(f"backend.{hook}('made')" for hook in hooks)
     (folder / "made").mkdir()
     command = [sys.executable, "-c", f"import setuptools.build_meta as backend; {calls}"]
@@ -235,7 +235,7 @@ def built(folder, *hooks, **variables):
 
 @pytest.fixture(scope="module")
 def distributions(copied):
-    """The folder with an sdist and a wheel, and the names of what is tracked."""
+    """The folder with an sdist and a wheel, and the names of the tracked files."""
     tracked = {str(path.relative_to(copied)) for path in copied.rglob("*") if path.is_file()}
     return built(copied, "build_sdist", "build_wheel", NANO_LOOP_KERNELS="off"), tracked
 
@@ -286,7 +286,7 @@ def test_wheel_says_what_it_is(wheel):
 
 
 def relative_links(markdown):
-    """Return the links and pictures that lead nowhere where the pages of the repository are not beside."""
+    """Return the links and pictures that are broken without the repository's other pages."""
     text = re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
     return [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith("https://")]
 
@@ -313,7 +313,7 @@ def test_description_for_a_package_index_is_the_readme_with_links_that_lead_some
     assert re.sub(rf"\]\({source}/(blob|raw)/HEAD/", "](", described).strip() == readme.strip()
 
 
-#: Finds what nano_loop needs, and nothing else that happens to be installed; then uses nano_loop.
+#: Imports nano_loop's dependencies, and no other package that happens to be installed; then uses nano_loop.
 ALONE = """
 import sys
 from importlib.machinery import PathFinder
@@ -390,7 +390,7 @@ def wheel_with_kernels(copied, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fresh_environment(tmp_path_factory, wheel_with_kernels):
-    """The path of a Python that has the wheel, and the other packages by the folder that they are in."""
+    """The path of a Python that has the wheel, and the other packages from the folder that contains them."""
     folder = tmp_path_factory.mktemp("fresh")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin/python"
@@ -425,18 +425,18 @@ def test_wheel_with_kernels_has_each_file_for_each_level_and_runs_on_older_syste
             assert not re.search(r"\tv\w*bf16", code), name
 
 
-# --- the wheel, for somebody who has just installed it in a container ---
+# --- the wheel, as newly installed in a container ---
 
 README = (ROOT / "README.md").read_text()
-#: A user without an entry in /etc/passwd, as by `docker run --user`, and root without its right to write everywhere.
+#: A user without an entry in /etc/passwd, as with `docker run --user`, and root without permission to write everywhere.
 UNKNOWN = ("unshare", "--mount", "bash", "-c", '/bin/mount --bind /dev/null /etc/passwd && exec "$@"', "-")
 POWERLESS = ("setpriv", "--bounding-set=-dac_override", "--")
-#: By the home folder: its mode, by which commands start others, and what is in it at the end.
+#: By home folder: its mode, the command prefix that starts others, and its contents at the end.
 HOMES = {"clean": (0o700, (), {".cache"}), "none": (None, UNKNOWN, set()), "read-only": (0o500, POWERLESS, set())}
 
 
 def scripts_of_the_readme():
-    """Return its scripts with what the diff adds to the first, and with as many steps as `profile` takes."""
+    """Return its scripts, with the additions of the diff in the first, and with as many steps as `profile` takes."""
     loop, processes = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     added = re.findall(r"^\+(from .*|@.*)$", README.partition("```diff")[2].partition("```")[0], re.MULTILINE)
     loop = f"{added[0]}\n{loop}".replace("def train", f"{added[1]}\ndef train").replace("batch_size=16", "batch_size=1")
@@ -451,7 +451,7 @@ def commands_of_the_readme():
     return ["python train.py", "nano-loop doctor", "python processes.py", *short]
 
 
-#: By the beginning of a command: what it prints among other things.
+#: By the beginning of a command: a part of its output.
 PRINTED = {
     "python train.py": "C kernels",
     "nano-loop doctor": "kernels in C",
@@ -489,7 +489,7 @@ def test_readme_can_be_followed_in_a_container(home, fresh_environment, tmp_path
         assert all(words in printed for start, words in PRINTED.items() if command.startswith(start)), printed
     left = {name: {path.name for path in folder.iterdir()} for name, folder in folders.items()}
     left["temporary"] -= {"torchinductor_root"}  # torch's own
-    assert left.pop("home") <= kept  # choices of kernels are kept where there are some
+    assert left.pop("home") <= kept  # kernel choices are saved if there are any
     assert left == {"temporary": set(), "project": {*scripts}}
 
 
@@ -499,14 +499,14 @@ OUTER_MAKE = ("MAKE", "MFLAGS", "ARGS", "TESTS")
 
 
 def test_all_that_is_left_out_with_ipex_is_there():
-    """A file that had been renamed would be left out no longer, which nobody would see."""
+    """A renamed file would no longer be left out, which nobody would notice."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OUTER_MAKE)}
     command = ["make", "-n", "test-ipex", f"PYTHON={sys.executable}"]
     shown = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     (line,) = (line for line in shown.splitlines() if line.startswith(".venv-ipex/bin/python -m pytest"))
     left_out = re.findall(r"--ignore=(\S+)", line)
     assert "tests/cpu" in left_out
-    assert "tests/benchmarks/test_cases.py" not in left_out  # a system of each peer
+    assert "tests/benchmarks/test_cases.py" not in left_out  # one system per peer
     assert [name for name in left_out if not (ROOT / name).exists()] == []
 
 

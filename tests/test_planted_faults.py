@@ -1,4 +1,4 @@
-"""Each planted fault is a line that stands once in its file, and the tests that look for it exist."""
+"""Each planted fault is a line that occurs once in its file, and the tests that look for it exist."""
 
 import ast
 

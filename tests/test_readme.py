@@ -1,4 +1,4 @@
-"""Examples of the README and of docs/options.md run, the report is the README's, and the table the declarations'.
+"""Examples of the README and docs/options.md run, the report is the README's, and the table matches the declarations.
 
 ``make docs-options`` writes the table.
 """
@@ -29,7 +29,7 @@ def run(source):
 
 
 def decorated(source):
-    """Make the change that the README's first diff shows."""
+    """Apply the README's first diff."""
     added = [line[1:] for line in DIFFS[0].splitlines() if line.startswith("+")]
     decorator = next(line for line in added if line.startswith("@"))
     imports = next(line for line in added if line.startswith("from"))
@@ -61,7 +61,7 @@ def test_decorated_example_trains_the_same_model_and_prints_the_report_that_is_s
         torch.testing.assert_close(mine, theirs, rtol=0.05, atol=5e-3)
     shown = re.search(r"```\n(nano_loop .*?)```", README, flags=re.DOTALL)[1]
     assert steps_of(shown).keys() <= steps_of(printed).keys()
-    if gives_kernels():  # before torch 2.9, other steps are skipped, each with a line
+    if gives_kernels():  # before torch 2.9, different steps are skipped, one line each
         assert steps_of(shown).keys() == steps_of(printed).keys()
     for name in (
         "channels_last",
@@ -73,7 +73,7 @@ def test_decorated_example_trains_the_same_model_and_prints_the_report_that_is_s
 
 
 def steps_of(report):
-    """Return what each step says when it is applied or skipped, and not what is measured later."""
+    """Return what each step reports when it is applied or skipped, without what is measured later."""
     lines = [line.split(maxsplit=2) for line in report.splitlines()[1:] if line.startswith(("  applied", "  skipped"))]
     shared = re.findall(r"^  ([a-z][a-z\d ]+): (fast_.*|tune_.*)$", report, re.MULTILINE)
     return {name: detail for _, name, detail in lines} | {
@@ -95,7 +95,7 @@ def test_class_of_the_second_diff_trains():
 
 
 def with_table_of_options(text):
-    """Return the text with a row for each option: existing rows keep their order, and new ones follow."""
+    """Return the text with a row per option: existing rows keep their order, and new ones follow."""
     rows = {each.name: f"| `{each.name}` | {' | '.join(cells(each))} |\n" for each in DECLARED}
     (table,) = re.findall(r"^\| option \| default \| exact \| .+\n\| --- .+\n((?:\|.+\n)+)", text, re.MULTILINE)
     order = [name for name in re.findall(r"^\| `(\w+)`", table, re.MULTILINE) if name in rows]
@@ -103,7 +103,7 @@ def with_table_of_options(text):
 
 
 def cells(option):
-    """Return the default, whether it keeps all bits (of steps, and of what can change some), and the help."""
+    """Return the default, the exactness (of steps, and of what can change some), and the help."""
     changes_bits, is_step = option.metadata["changes_bits"], option.default == "auto"
     exact = "no" if changes_bits else "yes" if is_step else ""
     return f"`{option.default!r}`".replace("'", '"'), exact, option.metadata["help"]

@@ -1,4 +1,4 @@
-"""The documentation site has every page, every public name and every variable, and the docs stay short."""
+"""The documentation site has every page, public name and variable, and the docs stay short."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from nano_loop.config import environment, exports, protocol
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-#: What is written from declarations, tests and stored results, and what teaches.
+#: Pages generated from declarations, tests and stored results, and pages that teach.
 GENERATED = ("faults.md", "learning.md", "results.md", "tutorials")
 
 
@@ -46,7 +46,7 @@ def test_readme_is_one_screen_and_more():
 
 
 def words(page):
-    """Count the words of a page, without the marks of tables and without rows of generated ones."""
+    """Count the words of a page, without table markup and rows of generated tables."""
     text = re.sub("<!-- by .*?<!-- end -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     if page.name in ("options.md", "layers.md"):
         text = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)

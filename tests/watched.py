@@ -1,4 +1,4 @@
-"""A model that notes how it is run, and a loop, for tests that ask whether it is accelerated."""
+"""A model that records how it is run, and a loop, for tests of whether it is accelerated."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from nano_loop.optimizers.torch_fused_steps import is_fused  # noqa: F401
 
 
 class Net(nn.Module):
-    """Notes in which dtype its linear layer computes."""
+    """Records the dtype in which its linear layer computes."""
 
     def __init__(self):
         super().__init__()
@@ -41,12 +41,12 @@ def fit(model, optimizer, loader=(), loss=nn.functional.cross_entropy):
 
 
 def in_bf16(*models):
-    """Whether each model computes in bf16 now."""
+    """Whether each model now computes in bf16."""
     return [net(torch.ones(1, 3)).dtype is torch.float32 and net.seen[-1] is torch.bfloat16 for net in models]
 
 
 class FusedCalls(TorchDispatchMode):
-    """Notes the fused kernels that are called within it, in ``names``."""
+    """Records the fused kernels called inside it, in ``names``."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a decorated function uses is found: in its arguments, in attributes of self, in variables around it."""
+"""The parts that a decorated function uses are found: in arguments, attributes of self, and surrounding variables."""
 
 import argparse
 import copy
@@ -28,7 +28,7 @@ def step(model, optimizer, x):
 
 
 class State:
-    """A plain object of the project's."""
+    """A plain user-defined object."""
 
     def __init__(self, **values):
         vars(self).update(values)
@@ -42,7 +42,7 @@ class Slotted:
 
 
 class Samples(Dataset):
-    """A dataset of the project's, which has a model for itself."""
+    """A user-defined dataset with its own model."""
 
     def __init__(self):
         self.encoder = nn.Linear(2, 2)
@@ -55,7 +55,7 @@ class Samples(Dataset):
 
 
 class Trainer:
-    """Trains in the layout that most projects have."""
+    """Trains with the structure that most projects have."""
 
     def __init__(self):
         self.model = nn.Linear(2, 1)

@@ -67,7 +67,7 @@ def test_options_are_those_of_nano_by_keyword():
 def test_processes_of_torchrun_divide_the_threads_of_their_host(monkeypatch, variables, divided_by):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # which would stay in force
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # they would stay in effect
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(64)

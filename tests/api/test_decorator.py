@@ -1,4 +1,4 @@
-"""`nano` finds what to set up in a call, hands the call on as it was made, and puts everything back."""
+"""`nano` finds what to set up in a call, passes the call on unchanged, and restores everything."""
 
 import functools
 import inspect
@@ -12,14 +12,14 @@ from watched import Net, fit, in_bf16, is_fused, make, seeded  # noqa: F401 - a 
 import nano_loop
 from nano_loop import NanoConfigError, nano
 
-# A CPU without bf16 instructions is warned about, which other tests hold.
+# Warnings about CPUs without bf16 instructions are covered by other tests.
 pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
 bf16 = nano(precision="bf16", verbose=False)
 quiet = nano(verbose=False)
 
 
 class Penalty(nn.Module):
-    """A user's own loss, with no parameters; notes the dtype it computes in."""
+    """A user-defined loss without parameters, which records the dtype it computes in."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ def in_order(model, optimizer, loader):
     return model, optimizer, loader
 
 
-#: A function that returns the model, the optimizer and the loader that it is given, and how it is called.
+#: A function that returns the model, the optimizer and the loader passed to it, and how it is called.
 CALLS = {
     "in order": (in_order, lambda m, o, d: ((m, o, d), {})),
     "by keyword": (lambda *, net, opt, data: (net, opt, data), lambda m, o, d: ((), {"data": d, "opt": o, "net": m})),
@@ -87,7 +87,7 @@ def test_objects_that_are_defaults_are_found():
 def test_containers_come_as_they_were_given():
     net, optimizer, loader = make()
     models, options = [net], {"optimizer": optimizer}
-    models.append(models)  # a list that holds itself
+    models.append(models)  # a list that contains itself
 
     @bf16
     def train(models, options, loaders):
@@ -191,7 +191,7 @@ def test_what_has_no_source_or_signature_is_refused_all_the_same(function):
 
 
 class Trainer:
-    """Trains by each kind of method."""
+    """Trains with each kind of method."""
 
     def __init__(self, net):
         self.net = net
@@ -234,7 +234,7 @@ def test_decorated_lambda_partial_and_object_train():
         assert set(net.seen) == {torch.bfloat16}
 
 
-# --- the call is handed on as it was made ---
+# --- the call is passed on unchanged ---
 
 
 def test_metadata_is_the_function_s():
@@ -319,7 +319,7 @@ def test_options_are_read_from_the_environment_at_each_call(monkeypatch):
 
 
 class Named(nn.Module):
-    """Takes arguments by the names that functions around a call might have themselves."""
+    """Accepts arguments with names that wrapper functions might use themselves."""
 
     NAMES = ("function", "call", "module", "modules", "layers", "original", "kind", "entry", "args", "kwargs")
 

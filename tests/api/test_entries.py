@@ -1,4 +1,4 @@
-"""The ways into nano_loop: what is computed, undone, reported and raised, which is the same for all of them."""
+"""The entry points of nano_loop compute, undo, report and raise the same."""
 
 import functools
 import json
@@ -17,10 +17,10 @@ import nano_loop
 from nano_loop import NanoConfigError, NanoError, SetupReport, TorchNano, accelerated, nano
 from nano_loop.config.declarations import DEFAULTS
 
-# A CPU without bf16 instructions is warned about, which other tests hold.
+# Warnings about CPUs without bf16 instructions are covered by other tests.
 pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
 
-#: The beginnings of lines that name several steps.
+#: The beginnings of lines that list several steps.
 IDLE = ("  nothing to do: ", "  too small to gain: ", "  for bf16: ", "  for bf16 and fp32: ")
 
 
@@ -29,7 +29,7 @@ def decorated(loop, **options):
 
 
 class Trains(TorchNano):
-    """Sets up what it is called with, and runs a loop over it."""
+    """Sets up its arguments, and runs a loop over them."""
 
     def __init__(self, loop, **options):
         super().__init__(**options)
@@ -64,7 +64,7 @@ class InContext:
 
 
 class Installed(InContext):
-    """Runs a loop that names no part of nano_loop, which is installed."""
+    """Runs a loop without any reference to nano_loop, which is installed."""
 
     def __call__(self, *parts):
         nano_loop.install(**self.options)
@@ -90,14 +90,14 @@ def trained(*parts):
 
 @pytest.fixture
 def job():
-    """Return a model, an optimizer and a loader, which are as before after the test."""
+    """Return a model, an optimizer and a loader, which are unchanged after the test."""
     model, optimizer, loader = make()
     yield model, optimizer, loader
     assert state(model, optimizer) == (False, False)
 
 
 class OwnError(Exception):
-    """Cannot be made again from its arguments."""
+    """An error that cannot be recreated from its arguments."""
 
     def __init__(self, first, second):
         super().__init__("mine")
@@ -274,7 +274,7 @@ def test_report_is_none_before_the_first_call_and_the_last_calls_after(entry, jo
     train(*make()[:2])
     assert train.report is not first
     assert first["fast_fetch"].status == "applied"
-    assert "fast_fetch" not in (*train.report.applied, *train.report.skipped)  # there was no loader to speak of
+    assert "fast_fetch" not in (*train.report.applied, *train.report.skipped)  # no loader was passed
 
 
 @EXPLICIT
@@ -299,7 +299,7 @@ def test_report_is_printed_once_to_standard_error_and_again_for_other_objects(en
     assert capfd.readouterr() == ("", "")
 
 
-# --- what is no loop ---
+# --- arguments that are not a loop ---
 
 
 DEFINE = {
@@ -315,7 +315,7 @@ WRONG = [*NO_LOOPS.items(), ("a int", 3), ("a generator function", functools.par
 @pytest.mark.parametrize("way", DEFINE)
 def test_what_cannot_train_is_told_when_it_is_defined(way, kind, train):
     if way == "bare" and not callable(train):
-        return  # it is taken for the number of processes
+        return  # it is interpreted as the number of processes
     told = "a generator function" if isinstance(train, classmethod) else kind
     with pytest.raises(NanoConfigError, match=rf"is {told}: .+ plain function") as caught:
         DEFINE[way](train)

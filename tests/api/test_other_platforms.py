@@ -1,4 +1,4 @@
-"""One process on a platform that is not Linux: no /proc, no masks of CPUs, no glibc and no compiler."""
+"""One process on a platform other than Linux: no /proc, no CPU masks, no glibc and no compiler."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`TorchNano`: what `setup` gives back, what is there inside `train`, what is as before outside of it."""
+"""`TorchNano`: the return values of `setup`, the state inside `train`, and the restored state outside."""
 
 import dataclasses
 
@@ -12,12 +12,12 @@ from watched import Net, fit, in_bf16, is_fused, loader, make, seeded  # noqa: F
 from nano_loop import NanoConfigError, NanoError, TorchNano, patch_cuda, unpatch_cuda
 from nano_loop.cpu import read_machine
 
-# A CPU without bf16 instructions is warned about, which other tests hold.
+# Warnings about CPUs without bf16 instructions are covered by other tests.
 pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
 
 
 class Loop(TorchNano):
-    """Runs a function of itself as its loop, silently unless it is told otherwise."""
+    """Runs a function of itself as its loop, silently by default."""
 
     def __init__(self, *args, verbose=False, **kwargs):
         super().__init__(*args, verbose=verbose, **kwargs)
@@ -31,10 +31,10 @@ def job():
     return make()[:2]
 
 
-# --- what setup gives back ---
+# --- return values of setup ---
 
 
-#: What is called with a model, two optimizers and three loaders, and what it gives back of them.
+#: Functions that are called with a model, two optimizers and three loaders, and the parts that they return.
 SETUPS = {
     "no loader": lambda nano, m, o, d: (nano.setup(m, o[0]), (m, o[0])),
     "a loader": lambda nano, m, o, d: (nano.setup(m, o[0], d[0]), (m, o[0], d[0])),
@@ -120,7 +120,7 @@ def test_same_model_is_set_up_again(job):
     assert (in_bf16(job[0]), is_fused(job[1]), is_fused(other)) == ([False], False, False)
 
 
-# --- what is refused ---
+# --- rejected arguments ---
 
 
 def test_setup_outside_train_is_told(job):
@@ -226,7 +226,7 @@ def test_subclass_of_a_subclass_calls_its_parent_s_train(job):
     class Child(Parent):
         def train(self, model, optimizer):
             result = super().train(model, optimizer)
-            assert is_fused(optimizer)  # what the parent set up lasts until the child has trained
+            assert is_fused(optimizer)  # the parent's set-up lasts until the child has trained
             return result, in_bf16(model)
 
     assert Child(precision="bf16", verbose=False).train(*job) == ([True], [True])
@@ -319,7 +319,7 @@ def test_model_is_moved_to_the_device_unless_told_otherwise():
         return self.setup(elsewhere, [], **options)[0].weight.device.type
 
     assert Loop().train(train, move_to_device=False) == "meta"
-    with pytest.raises(NotImplementedError, match="meta"):  # torch's own, for a move that it cannot make
+    with pytest.raises(NotImplementedError, match="meta"):  # torch's own error, for an impossible move
         Loop().train(train)
 
 
@@ -371,7 +371,7 @@ def test_failed_setup_is_undone_and_the_loop_may_go_on(job):
     assert not is_fused(job[1])
 
 
-# --- what BigDL-Nano and LightningLite had ---
+# --- arguments of BigDL-Nano and LightningLite ---
 
 
 def test_options_are_attributes_that_cannot_be_set():

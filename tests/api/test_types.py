@@ -1,4 +1,4 @@
-"""Type checkers see what a decorated function takes and returns, and the options in the order of the run time."""
+"""Type checkers see the signature of a decorated function, and the options in their run-time order."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from nano_loop.config.declarations import OPTIONS
 
 ROOT = Path(__file__).parents[2]
-#: Lines with a remark are errors of that kind, and others are none.
+#: Lines with a comment are errors of that kind; all others are correct.
 SOURCE = """\
 from typing_extensions import assert_type
 

@@ -1,4 +1,4 @@
-"""`verify` finds planted faults, names their layer, accuses no sound model, and changes nothing."""
+"""`verify` finds planted faults, names their layer, reports no correct model, and changes nothing."""
 
 import copy
 import json
@@ -64,7 +64,7 @@ KINDS = [
 
 
 def built(generator, layers, shape, width=0):
-    """Return layers with a head for what they make of a shape: of numbers below `width`, if it is there."""
+    """Return layers with a head, and an input of `shape`, which has indices below `width` if `width` is given."""
     x = torch.randint(0, width, shape, generator=generator) if width else torch.randn(*shape, generator=generator)
     model = nn.Sequential(*layers(), nn.Flatten())
     model.eval()
@@ -82,14 +82,14 @@ class Residual(nn.Module):
 
 
 class Viewed(nn.Module):
-    """Flattens by a view, which images in NHWC do not allow."""
+    """Flattens with a view, which is invalid for NHWC images."""
 
     def forward(self, x):
         return x.view(len(x), -1)
 
 
 class First(nn.Module):
-    """The first output of a module that has several."""
+    """Returns the first output of a module that has several."""
 
     def __init__(self, inner):
         super().__init__()
@@ -161,7 +161,7 @@ def loss_of(model, batch):
     ],
     ids=lambda each: f"{len(each)} kinds" if isinstance(each, list) else str(each),
 )
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, of RMSNorm under autocast
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, for RMSNorm under autocast
 def test_sound_models_are_not_accused(precision, channels_last, kinds):
     accused = {}
     for seed, (kind, arguments) in enumerate(kinds):
@@ -195,7 +195,7 @@ def test_weight_that_is_off_by_5_percent_is_found_in_each_precision(precision):
 
 @pytest.fixture
 def planted_attention(monkeypatch):
-    """Scores that nano_loop's attention computes 10% too large."""
+    """Make the scores of nano_loop's attention 10% too large."""
     monkeypatch.setattr(attention, "MIN_SCORES", 1)
     original = blocked_attention.blocked_attention
     monkeypatch.setattr(blocked_attention, "blocked_attention", lambda *args: original(*args) * 1.1)
@@ -285,7 +285,7 @@ def test_models_that_draw_numbers_of_their_own_are_remarked_on():
 
 
 class Odd(nn.Module):
-    """With a loss of its own, a tensor that it makes, and an attribute that is named after dropout and is none."""
+    """Has its own loss, creates a tensor, and has an attribute named after dropout that is not a dropout layer."""
 
     def __init__(self):
         super().__init__()
@@ -332,7 +332,7 @@ def test_a_length_that_is_right_is_no_fault_where_that_by_hand_is_off():
 
 def test_a_factor_as_far_off_as_fp32_is_no_fault():
     exact = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    by_hand = exact + 4e-7 * exact.roll(1)  # a CTC loss: of sums of 1,000 in fp32
+    by_hand = exact + 4e-7 * exact.roll(1)  # as for a CTC loss, which has sums of 1,000 terms in fp32
     for factor, is_fault in ((1 + 8e-7, False), (1 + 1e-5, True)):
         rows = compare([{"a": exact * factor}, {"a": by_hand}, {"a": by_hand}, {"a": exact}], 2**-23)
         assert rows[0].is_fault == is_fault, factor

@@ -1,4 +1,4 @@
-"""Measurements begin in the third step, and take a few percent of the time of the loop."""
+"""Measurements start in the third step, and take a few percent of the loop's time."""
 
 import time
 from threading import Thread
@@ -14,7 +14,7 @@ STEPS = module.STEPS
 
 @pytest.fixture
 def clocked(monkeypatch, measuring):
-    """A clock whose time a test sets, and a function that takes a step of so many seconds."""
+    """Return a budget with a clock that a test sets, and a function that takes a step of the given seconds."""
     now = [100.0]
     monkeypatch.setattr(module, "STEPS", STEPS)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
@@ -38,7 +38,7 @@ def test_measuring_begins_in_the_third_step_and_takes_less_than_three_percent_of
     assert (budget.left(), budget.left(in_advance=False)) == pytest.approx((1.8, 0.018))
     budget.spend(1.9)
     assert budget.left() < 0
-    step(9.0)  # with measurements, so it is no step's time
+    step(9.0)  # with measurements, so not counted as a step's time
     assert budget.left() < 0
     for _ in range(300):
         step(1.0)

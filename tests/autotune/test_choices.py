@@ -1,4 +1,4 @@
-"""Choices are kept in a file of this user's, which other runs may write too, and which may be damaged."""
+"""Choices are saved in a user's file, which other runs may write to as well, and which may be damaged."""
 
 import json
 import shutil
@@ -28,8 +28,8 @@ def test_choices_are_there_again_and_those_of_others_too(tmp_path):
 def test_gain_is_that_over_the_guess():
     assert FASTER.gain == 1
     assert FASTER._replace(algorithm="bf16").gain == 0
-    assert FASTER._replace(algorithm="bf16", guess="fp32").gain == 0  # which other programs slowed at its best
-    assert FASTER._replace(milliseconds={}).gain == 0  # without another way nothing is timed
+    assert FASTER._replace(algorithm="bf16", guess="fp32").gain == 0  # other programs slowed down its best run
+    assert FASTER._replace(milliseconds={}).gain == 0  # no timing without an alternative
 
 
 def test_what_was_measured_beside_other_programs_is_for_one_run_and_not_kept(measuring):

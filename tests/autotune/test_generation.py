@@ -1,4 +1,4 @@
-"""Calls of a generation are computed alike, and one that an activation checkpoint repeats as in its forward."""
+"""Calls of a generation use the same algorithm, and a call repeated by an activation checkpoint uses its forward's."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ OTHER = "other"
 
 
 class Answering(Tuner):
-    """Says what is measured, in place of a measurement."""
+    """Returns a fixed answer instead of measuring."""
 
     answer = OTHER
 
@@ -54,7 +54,7 @@ def test_guess_holds_for_a_generation(tuner):
     tuner.answer = OTHER
     following = generation.next()
     assert ask(following) == OTHER
-    assert ask(generation) == TORCH  # as in the forward, for a backward that finds it
+    assert ask(generation) == TORCH  # as in the forward, for a backward that runs later
     assert len(tuner.asked) == 2
 
 

@@ -1,4 +1,4 @@
-"""Operators are computed by the algorithm that is the fastest for their shape, if it is as exact as torch's."""
+"""Operators use the fastest algorithm for their shape, if it is as exact as torch's."""
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def fp32_attention_call(batch=2, length=40, is_causal=False, mask=None):
     return flash_attention._forward(kernel, *tensors, is_causal=is_causal, attn_mask=mask)
 
 
-#: Of each operator: its calls, how torch computes one, other algorithms, and calls of which so many differ.
+#: By operator: its calls, torch's computation, other algorithms, and the number of distinct calls.
 CASES = {
     "attention": (
         attention_call,
@@ -189,7 +189,7 @@ def every_size_is_large(monkeypatch):
 
 
 class Bench:
-    """An operator whose algorithms take their time of a clock."""
+    """An operator whose algorithms advance a clock by their time."""
 
     def __init__(self, operator, wrong=(), budget=ALWAYS, choices=None):
         self.make, self.compute, others, self.variants, self.count = CASES[operator]
@@ -252,7 +252,7 @@ def test_tensors_that_are_too_large_are_not_measured(operator, monkeypatch):
     chosen = Bench(operator)(torchs, other)
     assert chosen == (
         other if operator in ("product", "product in fp32") else torchs
-    )  # of which some rows are measured
+    )  # in which some rows are measured
 
 
 def test_of_large_products_and_losses_some_rows_and_of_long_sequences_some_steps_are_measured(monkeypatch):
@@ -305,7 +305,7 @@ class Checkpointed(nn.Module):
 
 
 def test_recomputation_takes_the_algorithm_of_its_forward(measuring, monkeypatch):
-    """Also where another optimizer has stepped in between, after which there was time for a measurement."""
+    """Even if another optimizer has stepped in between, which left time for a measurement."""
     monkeypatch.setattr(attention.blocked_attention, "supports", lambda *_: True)
     monkeypatch.setattr(attention.blocked_attention.KERNEL, "unavailable", None)
     monkeypatch.setattr(attention.blocked_attention, "blocked_attention", torch_attention.by_torch)
@@ -329,7 +329,7 @@ def test_recomputation_takes_the_algorithm_of_its_forward(measuring, monkeypatch
 
     train(model, optimizer, other)
     assert len(taken) == 2 * 2 * 2  # each is computed twice
-    blocks = attention.BLOCKS  # the guess, and then the fastest: forward, forward, and their recomputations
+    blocks = attention.BLOCKS  # the default, and then the fastest: forward, forward, and their recomputations
     assert taken == [blocks, TORCH, TORCH, blocks, *[TORCH] * 4]
 
 
@@ -341,7 +341,7 @@ def test_recomputation_takes_the_algorithm_of_its_forward(measuring, monkeypatch
 def test_layers_and_their_gradients_are_measured_in_a_run_without_changing_its_random_numbers(monkeypatch, precision):
     rounding_every_product(monkeypatch)
     monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(fp32_product, "MIN_MULTIPLICATIONS", 1 << 20)  # of those that do not round
+    monkeypatch.setattr(fp32_product, "MIN_MULTIPLICATIONS", 1 << 20)  # for those that do not round
     monkeypatch.setattr(rnn, "MIN_MULTIPLICATIONS", 1)
     tuner = Tuner(Choices(None), ALWAYS)
     monkeypatch.setattr("nano_loop.steps.tune_operators.Tuner", lambda *_: tuner)

@@ -13,7 +13,7 @@ EXACT = torch.linspace(-1, 1, 64)
 
 
 class Workshop:
-    """Algorithms that take a time of their clock, and note that they have computed."""
+    """Algorithms that advance their clock by a given time, and record their calls."""
 
     def __init__(self):
         self.clock = Clock()
@@ -30,7 +30,7 @@ class Workshop:
         return compute
 
     def disturbed(self, name, *seconds):
-        """Return an algorithm that takes these times, one after another, and then the last one."""
+        """Return an algorithm that takes these times, one after another, and then always the last one."""
         return lambda: self.algorithm(name, seconds[min(self.computed.count(name), len(seconds) - 1)])()
 
     def race(self, reference=None, **race):
@@ -43,7 +43,7 @@ def shop():
 
 
 def winner(torchs, other, guess="o", timer=None):
-    """The winner of a race between torch's algorithm and another, without a reference; by default both are as fast."""
+    """Return the winner of a race between torch's algorithm and another, without a reference; by default they tie."""
     ticks = itertools.count()
     timer = timer or (lambda: next(ticks) * 1e-3)
     return fastest(Race({"torchs": torchs, "o": other}, "torchs", None), guess, 1e6, timer).algorithm
@@ -62,7 +62,7 @@ def test_faster_algorithm_is_kept_and_its_gain_known(shop):
 
 def test_slower_algorithm_is_never_kept_and_not_timed_again_where_it_is_hopeless(shop):
     assert chosen(shop, torchs=[0.004], slow=[0.04], close=[0.0045]) == "torchs"
-    assert shop.computed.count("slow") == 2  # for its exactness, and once more
+    assert shop.computed.count("slow") == 2  # once to check its exactness, and once more
     assert shop.computed.count("close") > 2
 
 
@@ -81,7 +81,7 @@ def test_algorithm_that_is_less_exact_than_torch_s_replaces_it_only_by_more_and_
 
 
 def test_algorithm_that_was_slower_once_is_not_kept_for_a_disturbed_machine(shop):
-    # The first is for the exactness.
+    # The first call checks the exactness.
     other = shop.disturbed("other", 0, 0.004, 0.005, 0.004)
     torchs = shop.disturbed("torchs", 0, 0.006, 0.0045, 0.006)
     assert winner(torchs, other, "torchs", shop.clock) == "torchs"
@@ -100,7 +100,7 @@ def test_guess_that_is_less_exact_than_torch_s_is_left(shop):
 
 def test_wrong_algorithm_is_rejected_however_fast(shop):
     assert chosen(shop, torchs=[0.004], wrong=[0.001, 0.02]) == "torchs"
-    assert chosen(shop, torchs=[0.004], right=[0.001, 0.005]) == "right"  # as another order of summation
+    assert chosen(shop, torchs=[0.004], right=[0.001, 0.005]) == "right"  # like another order of summation
 
 
 def test_algorithm_may_be_as_inexact_as_torchs_where_there_is_a_reference(shop):
@@ -138,7 +138,7 @@ def test_measurement_that_would_take_too_long_is_given_up(shop):
     assert shop.computed == ["torchs", "other"]
     assert tried(0.5, torchs=[0.1], other=[0.1], third=[1.0]) is None
     assert tried(0.9, torchs=[0.1], other=[0.09]).algorithm == "other"
-    assert tried(0.9, torchs=[0.1], slow=[0.3]).algorithm == "torchs"  # which is seen at once
+    assert tried(0.9, torchs=[0.1], slow=[0.3]).algorithm == "torchs"  # detected immediately
 
 
 def test_part_of_a_large_tensor_is_compared():

@@ -1,4 +1,4 @@
-"""Budgets of tests, which say by themselves whether there is time for a measurement, and clocks."""
+"""Budgets for tests, which decide themselves whether there is time for a measurement, and clocks."""
 
 
 class TimeFor:
@@ -6,7 +6,7 @@ class TimeFor:
 
     def __init__(self, seconds):
         self.seconds = seconds
-        self.asked = []  # what was left each time
+        self.asked = []  # the remaining time at each query
 
     def left(self):
         self.asked.append(self.seconds)
@@ -20,7 +20,7 @@ ALWAYS = TimeFor(float("inf"))
 
 
 class Clock:
-    """A clock that algorithms put on."""
+    """A clock that algorithms advance."""
 
     now = 0.0
 

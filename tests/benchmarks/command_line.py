@@ -1,4 +1,4 @@
-"""Runs a benchmark's command line as a person would: in a separate process."""
+"""Runs a benchmark's command line as a user would: in a separate process."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What a person's own workloads and systems are called.
+#: Name prefix of a user's own workloads and systems.
 OWN = "tests.benchmarks.tiny:"
 
 
@@ -19,7 +19,7 @@ def run(module, *options):
 
 
 def results(folder, *options):
-    """Run the benchmarks, which must succeed, and return what they stored and the finished process."""
+    """Run the benchmarks, which must succeed, and return their stored results and the finished process."""
     process = run("benchmarks.run", *options, "--output", folder / "kept")
     assert process.returncode == 0, process.stderr
     return json.loads((folder / "kept.json").read_text()), process

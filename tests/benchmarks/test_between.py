@@ -1,4 +1,4 @@
-"""What lies between the products of a step is timed, and its bytes are those of the tensors read and written."""
+"""The time between the products of a step is measured, and its bytes are those of the tensors read and written."""
 
 from profiling.events import Event
 

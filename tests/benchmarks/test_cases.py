@@ -13,7 +13,7 @@ from benchmarks.systems import SYSTEMS
 from benchmarks.workloads import ADAPTED, UNTUNED, USERS, WORKLOADS
 from nano_loop.precision.autocast.autocast import can_train_lstms
 
-FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, of twice the rows
+FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, with twice as many rows
 
 
 def job(own_system, **others):
@@ -37,7 +37,7 @@ NEEDED = {
     "nano_hugging_face": "transformers",
     **dict.fromkeys(("ipex", "nano_ipex"), "intel_extension_for_pytorch"),
 }
-#: Each runs the code of another one or two, with fewer options.
+#: Each runs the code of one or two others, with fewer options.
 SAME = {
     *("lightning", "lightning_bf16", "hugging_face", "hugging_face_bf16", "expert_compile", "expert_jemalloc"),
     *("expert_fp32_1_thread", "nano_auto", "nano_auto_1_thread", "nano_fp32_1_thread", "expert_fp32_compile", "jax"),

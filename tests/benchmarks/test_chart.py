@@ -1,4 +1,4 @@
-"""The charts' bars are the ratios that they were given, with their range over the rounds."""
+"""The charts' bars are the given ratios, with their range over the rounds."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the benchmarks compute of what they have measured: medians, ratios round by round, differences seed by seed."""
+"""Values derived from measurements: medians, ratios per round, differences per seed."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Jobs are done in fresh processes and in forks of one, whatever becomes of them."""
+"""Jobs run in fresh processes and in forks of one, whatever happens to them."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +16,7 @@ def job(system):
 
 @pytest.mark.parametrize("way", [forks, lambda: nullcontext(fresh)], ids=["forks", "fresh"])
 def test_jobs_are_done_one_after_another_whatever_becomes_of_them(way):
-    """What a system prints is not taken for its result, and its files go with it."""
+    """The output of a system is not mistaken for its result, and its files are removed with it."""
     with way() as run:
         assert run(job("chatty"), limit=60)["median_ms"] > 0
         assert run(job("failing"), limit=60) == {"reason": "RuntimeError: this system is broken"}
@@ -32,6 +32,6 @@ def test_jobs_are_done_one_after_another_whatever_becomes_of_them(way):
 def test_a_dead_parent_of_forks_is_a_reason_and_no_hang(gone):
     with forks() as run:
         run.args[0].kill()
-        if gone:  # there is nobody any more who could be written to
+        if gone:  # the reader is gone
             run.args[0].wait()
         assert run(job("chatty"), limit=60) == {"reason": "killed by SIGKILL"}

@@ -1,4 +1,4 @@
-"""Gradients of rounded products are more exact than those of autocast by hand."""
+"""Gradients of rounded products are more accurate than those of autocast by hand."""
 
 import pytest
 

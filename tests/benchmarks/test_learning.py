@@ -1,4 +1,4 @@
-"""Runs of a seed begin alike, and the picture and the page are of what was measured."""
+"""Runs with the same seed start equal, and the picture and the page show the measurements."""
 
 import json
 

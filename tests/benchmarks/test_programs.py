@@ -1,4 +1,4 @@
-"""Each benchmark is run small as a person would run it, and refuses in a line what it cannot measure."""
+"""Each benchmark runs at a small size as a user would run it, and rejects invalid input in one line."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ from command_line import OWN, run
 
 TINY = "--layers 1 --heads 2 --width 16 --context 16 --batch-size 4 --accumulate 1 --steps 3 --sample 1"
 PLAIN_SECONDS = r"(-?\d|\d\d)\.\d\d"  # of one round, in which a process of the other side may have been disturbed
-#: Command lines, their exit codes, and how often each pattern is in the output or, after a failure, in the error.
+#: Command lines, their exit codes, and the number of matches per pattern in the output or, after a failure, the error.
 PROGRAMS = {
     "attention --rounds 1 --shapes 2,2,32,16,dropout 1,2,64,32": (0, {r"\n": 4, r"\| 2, 2, 32, 16, dropout \|": 1}),
     "attention --shapes 8,12,128": (2, {"8,12,128": ...}),

@@ -1,4 +1,4 @@
-"""The README's headline and picture and the tables of docs/ are those of the stored results."""
+"""The README's headline and picture and the tables of docs/ match the stored results."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from benchmarks.published import PARTS, headline, layers, overview, page, speed_
 
 RESULTS = {path.name: json.loads(path.read_text()) for path in sorted(Path(ROOT, "benchmarks/results").glob("2*.json"))}
 SHOWN = RESULTS["2026-11-amd-epyc-zen5-2-cores.json"]  # in the README: all workloads and systems
-SMALL = RESULTS["2026-11-intel-amx-2-cores-users.json"]  # beside them in the picture: small models
+SMALL = RESULTS["2026-11-intel-amx-2-cores-users.json"]  # in the picture as well: small models
 README = Path(ROOT, "README.md").read_text()
 
 

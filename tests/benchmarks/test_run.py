@@ -1,4 +1,4 @@
-"""A run stores what each system and each way of measuring gives; what does not exist is refused in a line."""
+"""A run stores the results of each system and each way of measuring; unknown names are rejected in one line."""
 
 import pytest
 from command_line import OWN, results

@@ -1,4 +1,4 @@
-"""Figures are made of rounds: medians, ratios round by round, and which of nano_loop's own is faster."""
+"""Figures summarize rounds: medians, ratios per round, and the faster of nano_loop's variants."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from benchmarks.table import table
 
 
 def measured(**times):
-    """What two rounds would have found, from each system's milliseconds; None is a system that is missing."""
+    """Return the results of two rounds, from each system's milliseconds; None is a missing system."""
     rounds = [
         {
             system: {"median_ms": ms[number], "first_step_ms": 9.0, "peak_rss_mb": 1.0} if ms else {"reason": "none"}

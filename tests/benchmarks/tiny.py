@@ -1,4 +1,4 @@
-"""A workload and systems of a person's own, small enough that a case is its process's start and no more."""
+"""A user-defined workload and systems, so small that a case takes no longer than the start of its process."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def linear(small, uncounted_flops=0.0):
 
 
 def convolution(small):
-    """A convolution of images, given with their labels."""
+    """A convolution of labelled images."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
     batch = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 0, 1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -44,20 +44,20 @@ def no_module(small):
 
 
 def chatty(work, count):
-    """Print what could be taken for a result."""
+    """Print text that could be mistaken for a result."""
     print('{"median_ms": 0}')
     return plain(work, count)
 
 
 def drifting(work, count):
-    """Train with a learning rate that is off by a ten-thousandth."""
+    """Train with a learning rate that is off by a factor of 1.0001."""
     for group in work.optimizer.param_groups:
         group["lr"] *= 1.0001
     return plain(work, count)
 
 
 def littering(work, count):
-    """Leave a file, and say in the error where."""
+    """Leave a file, and name it in the error."""
     raise FileExistsError(tempfile.mkdtemp())
 
 
@@ -75,7 +75,7 @@ def endless(work, count):
 
 
 def sleeping(work, count):
-    """Take 50 ms more for a step than `plain`."""
+    """Take 50 ms longer per step than `plain`."""
     loss = work.loss
 
     def slow(model, batch):

@@ -1,4 +1,4 @@
-"""A recorded machine on which `doctor` finds nothing, to be changed by one thing at a time."""
+"""A recorded machine on which `doctor` finds nothing, for tests that change one thing at a time."""
 
 import dataclasses
 import functools
@@ -22,9 +22,9 @@ CLEAN = {
 
 @pytest.fixture(scope="session")
 def machines(tmp_path_factory):
-    """Give a function that makes the files of a recorded machine, with others, and gives their root folder.
+    """Return a function that writes the files of a recorded machine, and others, and returns their root folder.
 
-    They are hundreds, and made once for all that is found on the same.
+    They are hundreds, so they are written once for all checks of the same machine.
     """
     recorded = functools.cache(lambda name: unpack(f"{name}.txt", tmp_path_factory.mktemp(name)))
 
@@ -43,7 +43,7 @@ def machines(tmp_path_factory):
 
 @pytest.fixture
 def inspect(machines):
-    """Give a function that inspects the machine, with other files, another environment or other packages."""
+    """Return a function that inspects the machine, with other files, another environment or other packages."""
 
     def inspect(
         files=None,
@@ -67,13 +67,13 @@ def inspect(machines):
 
 @pytest.fixture
 def found(inspect):
-    """Give a function that returns what is found on the machine with one change."""
+    """Return a function that returns the findings on the machine after one change."""
     return lambda **change: findings_of(inspect(**change))
 
 
 @pytest.fixture
 def only(found):
-    """Give a function that returns the one thing that is found on the machine with one change."""
+    """Return a function that returns the only finding on the machine after one change."""
 
     def only(**change):
         (finding,) = found(**change)
@@ -87,7 +87,7 @@ def only(found):
 
 @pytest.fixture
 def library(tmp_path):
-    """Give a function that makes an empty file for a shared library below a folder."""
+    """Return a function that creates an empty file as a shared library in a folder."""
 
     def make(path, folder=None):
         file = Path(folder or tmp_path / "root") / path

@@ -1,4 +1,4 @@
-"""What `nano-loop run` leaves in the Python that it becomes: nothing that a script can see until it trains."""
+"""`nano-loop run` changes nothing in its Python process that a script can see before it trains."""
 
 import base64
 import json
@@ -12,7 +12,7 @@ import pytest
 from nano_loop.config.exports import EXPORTS
 from nano_loop.config.protocol import INSTALL
 
-# Everything here is compared with plain Python: names that a script sees, and what other libraries look for in it.
+# Everything here is compared with plain Python: names visible to a script, and what other libraries look up in it.
 SEEN = '''
 """The docstring of the script."""
 import atexit, functools, gc, inspect, multiprocessing, os, pickle, signal, sys, threading, traceback
@@ -85,7 +85,7 @@ if __name__ == "__main__":
 
 
 def ended(folder, *arguments, command=(), pythonpath=None, **settings):
-    """Return a process that has run to its end in a folder, under Python or under a command."""
+    """Return the finished process, run in a folder by Python or by a command."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
     if pythonpath is not None:
         environ["PYTHONPATH"] = pythonpath
@@ -96,7 +96,7 @@ def ended(folder, *arguments, command=(), pythonpath=None, **settings):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Give a folder whose name has a space."""
+    """Return a folder whose name has a space."""
     made = tmp_path / "my project"
     made.mkdir()
     return made
@@ -105,7 +105,7 @@ def folder(tmp_path):
 ROOT = str(Path(__file__).parents[2])
 RUN_COMMAND = ("-m", "nano_loop", "run")
 FOLDER = f"{ROOT}/nano_loop/cli/at_start"
-# The command itself has to find nano_loop, also where it is not installed.
+# The command itself has to find nano_loop, even if it is not installed.
 PATHS = [ROOT, f"{ROOT}{os.pathsep}", os.pathsep.join([ROOT, "relative", "/no/such/folder"])]
 
 
@@ -116,7 +116,7 @@ def seen(folder, *arguments, **settings):
 
 
 def as_the_command_makes_it(environ):
-    """Return an environment without what `nano-loop run` sets, which docs/cli.md lists."""
+    """Return an environment without the variables set by `nano-loop run`, which docs/cli.md lists."""
     own = {EXPORTS, INSTALL, "OMP_NUM_THREADS"}
     environ = {**environ, "PYTHONPATH": environ["PYTHONPATH"].removeprefix(f"{FOLDER}{os.pathsep}")}
     return {name: value for name, value in environ.items() if name not in own and not name.startswith("MALLOC_")}
@@ -128,7 +128,7 @@ def as_the_command_makes_it(environ):
     ids=["one entry", "several entries, module", "one entry, module", "an empty entry, module"],
 )
 def test_script_sees_what_it_sees_under_python(folder, path, as_module):
-    accelerates = path == PATHS[0]  # then it sees what waits for torch, and what tells its children
+    accelerates = path == PATHS[0]  # it then sees the import hook for torch, and the variables for its children
     (folder / "train.py").write_text(SEEN)
     arguments = ["-m", "train", "a b", ""] if as_module else ["train.py", "a b", ""]
     command = RUN_COMMAND if accelerates else (*RUN_COMMAND, "--only-environment")
@@ -160,7 +160,7 @@ def test_customization_of_the_site_is_imported_and_its_failure_shown_as_by_pytho
     assert (under.stdout, under.stderr) == (plain.stdout, plain.stderr)
 
 
-# What makes torch's optimizers known, and something that a program may do to what `nano-loop run` has left before.
+# Uses a torch optimizer. Programs may first change what `nano-loop run` has set up.
 TRAINS = "import sys, torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters()); print('nano_loop' in sys.modules)"
 
 
@@ -197,7 +197,7 @@ def test_program_that_changes_what_waits_for_torch_imports_it_as_under_python(fo
     assert (done.returncode, done.stdout) == (0, f"{expected}\n"), done.stderr
 
 
-# Python has no `site` there until the program imports it.
+# Python has no `site` in this case, until the program imports it.
 LATE = "import sys; n = len(sys.path); import site; site.main(); print(n, len(sys.path), sys.path[:2])"
 
 
@@ -209,6 +209,6 @@ def test_python_that_leaves_out_site_or_the_environment_starts_as_without(folder
     (folder / "starts.py").write_text(program)
     plain = ended(folder, "starts.py", pythonpath=ROOT)
     under = ended(folder, "starts.py", command=RUN_COMMAND, pythonpath=ROOT)
-    own = "-S" in flags  # it has the folder in its path until site.main
+    own = "-S" in flags  # its path includes the folder until site.main runs
     assert (under.returncode, under.stderr) == (0, "")
     assert under.stdout.split()[own:] == plain.stdout.split()[own:]

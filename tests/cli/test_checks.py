@@ -1,4 +1,4 @@
-"""What `doctor` finds: nothing on a machine without faults, and each fault with its reason and its advice."""
+"""`doctor` finds nothing on a machine without faults, and each fault with its reason and its advice."""
 
 import ast
 import re
@@ -36,7 +36,7 @@ def cgroup(name, text):
     return file(f"/sys/fs/cgroup/{name}", f"{text}\n")
 
 
-#: By variable: a value that makes training slower, and one that does not.
+#: By variable: a value that slows training down, and one that does not.
 SLOW = {
     "ATEN_CPU_CAPABILITY": ("default", "avx512"),
     "ONEDNN_MAX_CPU_ISA": ("AVX2", "ALL"),
@@ -53,7 +53,7 @@ SLOW = {
 #: Changes of the recorded machine, which has 16 cores, without a finding.
 CLEAN = [
     {},
-    {"affinity": frozenset(range(32))},  # the whole machine by its mask
+    {"affinity": frozenset(range(32))},  # the mask allows the whole machine
     {"machine": "graviton3"},  # ARM has no AVX2
     {"instruction_sets": ()},  # unknown
     *({"instruction_sets": sets} for sets in (("avx2", "amx_tile", "amx_bf16"), ("avx2", "avx512_bf16"))),
@@ -73,8 +73,8 @@ CLEAN = [
     {"kernels": Kernels("v4", "in the package")},
     {"kernels": Kernels(None, reason="NANO_LOOP_KERNELS=off"), **environ(NANO_LOOP_KERNELS="off")},
 ]
-#: The name of a finding, whether it hurts, a change after which it is the only one, and words of what it says, of its
-#: reason and of its advice.
+#: The name of a finding, whether it affects performance, a change after which it is the only one, and words of its
+#: text, its reason and its advice.
 FAULTS = [
     *(
         (
@@ -164,7 +164,7 @@ TEXT = (Path(__file__).parents[2] / "docs/cli.md").read_text(encoding="utf-8")
 
 
 def kinds_in_the_code():
-    """Return for each name of a finding whether it hurts. A name that is put together has a star."""
+    """Return for each name of a finding whether it affects performance. A name that is put together has a star."""
     kinds = {}
     for call in ast.walk(ast.parse(Path(checks.__file__).read_text())):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "Finding":

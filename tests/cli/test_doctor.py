@@ -1,4 +1,4 @@
-"""`nano-loop doctor`: its facts, its findings, its exit code, and that it does not wait for torch."""
+"""`nano-loop doctor`: its facts, its findings, its exit code; it does not wait for torch."""
 
 import json
 

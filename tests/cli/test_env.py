@@ -1,4 +1,4 @@
-"""`nano-loop env` in real shells: what it exports, and that `--undo` restores the environment byte for byte."""
+"""`nano-loop env` in real shells: its exports are correct, and `--undo` restores the environment byte for byte."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, is_glibc, libraries_in
 
 ROOT = Path(__file__).parents[2]
 EVAL, INIT = 'eval "$(nano-loop env {})"', ". nano-loop-init {}"
-# dash passes no arguments to a script that it sources.
+# dash passes no arguments to a sourced script.
 EVERY_WAY = (("bash", EVAL), ("bash", INIT), ("zsh", EVAL), ("zsh", INIT), ("dash", EVAL))
 WAYS = [
     pytest.param(*way, marks=[] if way == EVERY_WAY[1] else pytest.mark.slow)
@@ -27,7 +27,7 @@ WAYS = [
 
 @pytest.fixture
 def environ(tmp_path):
-    """Give a small environment in which shells find this checkout's programs, and a library of jemalloc's name."""
+    """Return a small environment in which shells find this checkout's programs, and a fake jemalloc library."""
     programs, library = tmp_path / "bin", tmp_path / "lib/libjemalloc.so"
     programs.mkdir()
     (programs / "nano-loop-init").symlink_to(ROOT / "scripts/nano-loop-init")
@@ -41,7 +41,7 @@ def environ(tmp_path):
 
 
 def environments_after(shell, steps, environ):
-    """Return the environment after each step, as a shell's child has it, and what was printed on standard error."""
+    """Return the environment of a shell's child after each step, and the output on standard error."""
     script = "".join(f"{step}\nenv -0; printf '=\\0'\n" for step in ["true", *steps])
     command = [shell, "-c", script]
     done = subprocess.run(command, env=environ, capture_output=True, timeout=100, check=True)
@@ -91,7 +91,7 @@ def test_options_of_bigdl_nano_are_accepted(options, capsys):
 
 @pytest.fixture
 def without(monkeypatch):
-    """Take the variables away that the command reads."""
+    """Remove the variables that the command reads."""
     for name in ("OMP_NUM_THREADS", "LD_PRELOAD", "MALLOC_CONF", "GLIBC_TUNABLES", *SETTINGS_AS_VARIABLES, EXPORTS):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch

@@ -1,4 +1,4 @@
-"""What is read of a machine, of recorded files and of the live one, and asked of compilers."""
+"""Inspection of a machine, from recorded files, from the live one, and by calls of compilers."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_size_of_shared_memory_is_that_of_its_file_system(monkeypatch, tmp_path)
 
 @pytest.fixture
 def failing(monkeypatch, tmp_path):
-    """Let the C compiler fail, and the package and the cache folder be empty; return the compiler."""
+    """Make the C compiler fail, with empty package and cache folders; return the compiler."""
     program = tmp_path / "some-cc"
     program.write_text(f"#!/bin/sh\nprintf '%s' \"{OUTPUT}\" >&2\nexit 1\n")
     program.chmod(0o755)
@@ -142,7 +142,7 @@ def test_folder_that_others_may_write_to_is_not_for_this_user_alone(home):
 
 
 def test_read_only_and_noexec_file_systems_and_users_without_a_home_are_found(home, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a file system that is mounted so, for root too
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a read-only file system, even for root
     assert not inspect_cache().is_writable
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*[0] * 8, os.ST_NOEXEC, 255)))
     assert not inspect_cache().is_executable

@@ -1,4 +1,4 @@
-"""What a signal to `nano-loop tune` or `profile` leaves: no process, and no file."""
+"""After a signal to `nano-loop tune` or `profile`, no process and no file is left."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def train(model, optimizer, batches):
 model = torch.nn.Linear(8, 1)
 train(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.rand(4, 8)] * 3)
 """
-#: Processes of a command: its own, and the script.
+#: Processes of a command: its own, and the script's.
 EXPECTED = 2
 
 
@@ -38,7 +38,7 @@ def wait_until(condition, seconds):
 
 @pytest.fixture
 def started(tmp_path):
-    """Give a function that starts a command on a script, and returns it and its processes when they are at work."""
+    """Return a function that starts a command on a script, waits for its processes, and returns both."""
     (tmp_path / "train.py").write_text(LOOP)
     (tmp_path / "tmp").mkdir()
 
@@ -77,4 +77,4 @@ def test_signal_ends_everything(started, tmp_path, command, number):
     assert traceback == (command == "profile" and number == signal.SIGINT), err  # the loop's, as under Python
     assert not [path for each in all_of_it for path in Path("/dev/shm").glob(f"nano_loop-{each.pid}-*")]
     assert {each.name.partition("_")[0] for each in (tmp_path / "tmp").iterdir()} <= {"torchinductor"}  # torch's own
-    assert not [*tmp_path.glob("cache/**/*.json")]  # of a search that has not ended nothing is kept
+    assert not [*tmp_path.glob("cache/**/*.json")]  # an unfinished search saves nothing

@@ -1,4 +1,4 @@
-"""Shared libraries: by name in a process, in LD_PRELOAD, and on the disk."""
+"""Shared libraries: by name in a process, in LD_PRELOAD, and on disk."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The entry point and its commands: help texts, JSON of one shape, colour, and a Python without click."""
+"""The entry point and its commands: help texts, JSON of one format, colors, and a Python without click."""
 
 import importlib.metadata
 import json
@@ -18,7 +18,7 @@ from nano_loop.version import __version__
 
 
 def python(program, *arguments):
-    """Run Python, whose warnings are errors."""
+    """Run Python with warnings as errors."""
     command = [sys.executable, "-W", "error", *program, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
@@ -111,7 +111,7 @@ CLOSED |= {"<&- >&- 2>&-": [True, True, True]}
     [("env", 0), ("run --json -", 0), ("run ran.py", 0), ("run --precision=fp8 ran.py", 2), ("profile ran.py", 2)],
 )
 def test_closed_standard_stream_is_no_error(tmp_path, arguments, code):
-    """A script has them closed, as under Python, and no file that is opened takes their places."""
+    """They stay closed for the script, as under Python, and files opened later do not get their descriptors."""
     streams = "[stream is None for stream in (sys.stdin, sys.stdout, sys.stderr)]"
     (tmp_path / "ran.py").write_text(f"import os, sys; os.path.exists('ran') or open('ran', 'w').write(str({streams}))")
     for closed, is_closed in CLOSED.items():
@@ -135,7 +135,7 @@ def test_working_folder_that_is_gone_and_a_full_disk_are_refused_in_one_line(tmp
 
 def test_no_command_waits_for_torch():
     calls = "; ".join(f"main({call})" for call in (["env"], ["run", "--json", "--precision", "bf16", "-"], ["doctor"]))
-    calls += "; import nano_loop.cli.tuning.search"  # which tells at once what it does
+    calls += "; import nano_loop.cli.tuning.search"  # its imports would load torch
     done = python(["-c", f"import sys; from nano_loop.cli.main import main; {calls}; sys.exit('torch' in sys.modules)"])
     assert done.returncode == 0
     for words in ("NANO_LOOP_ENV_BEFORE", '"command": "run"', "\nnano_loop "):

@@ -1,4 +1,4 @@
-"""`nano-loop profile`: a script is profiled and ended; bad input is one line and exit code 2."""
+"""`nano-loop profile`: a script is profiled and stopped; bad input gives one line and exit code 2."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ print("never printed")
 
 @pytest.fixture
 def profile(tmp_path):
-    """Give a function that runs the command on a script."""
+    """Return a function that runs the command on a script."""
 
     def run(text, *options):
         (tmp_path / "train.py").write_text(text)
@@ -53,11 +53,11 @@ def test_step_is_divided_into_kinds_and_the_trace_is_written(profile, tmp_path):
     memory, weights = found["memory"], 4 * (2 * 256 * 512 + 512 + 256)
     assert (memory["parameters"], memory["gradients"], memory["states"]) == (weights, weights, 0)
     layers = {each["layer"]: each["bytes"] for each in memory["layers"]}
-    assert layers["1"] == 4 * 2048 * 512  # what ReLU has returned is kept, and what it was given is not
+    assert layers["1"] == 4 * 2048 * 512  # ReLU's output is saved, its input is not
     assert memory["activations"] == sum(layers.values())
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
     assert "never printed" not in done.stdout + done.stderr
-    assert done.stderr == ""  # also not torch's lines for each profile
+    assert done.stderr == ""  # including torch's lines for each profile
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_bad_input_is_one_line(tmp_path, capfd, options, words):
     assert words in line
 
 
-# Without a line of nano_loop, and by closures, as libraries' trainers step.
+# Without a line of nano_loop, and with closures, as the trainers of libraries step.
 CLOSURES = """
 import torch
 

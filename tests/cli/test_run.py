@@ -1,4 +1,4 @@
-"""`nano-loop run`: the script runs as under python, with options and in the environment for training."""
+"""`nano-loop run`: the script runs as under Python, with options and in the environment for training."""
 
 import json
 import os
@@ -33,7 +33,7 @@ print(json.dumps([sys.argv, sys.path[0], __name__, os.getpid(), dict(os.environ)
 
 @pytest.fixture
 def script(tmp_path):
-    """Give a function that writes a script in a separate folder."""
+    """Return a function that writes a script in a separate folder."""
 
     def write(text, name="train.py"):
         path = tmp_path / "project" / name
@@ -97,7 +97,7 @@ def test_script_may_come_from_standard_input():
 
 @pytest.fixture
 def shown(script, capsys, monkeypatch):
-    """Give a function that returns what would be run."""
+    """Return a function that returns what would be run."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     path = str(script(""))
 
@@ -341,7 +341,7 @@ def test_script_without_a_line_is_accelerated_with_its_children(script):
     assert (code, out) == (0, plain)
 
 
-# `install` in a script, whose children train: joblib's do not execute the script.
+# `install` in a script whose children train; joblib's children do not execute the script.
 INSTALLED = (
     WITHOUT_A_LINE.partition('if __name__ == "__main__":')[0]
     + """
@@ -364,7 +364,7 @@ def test_children_of_a_process_that_installs_are_accelerated(script, variable):
     path = script(INSTALLED)
     variables = {"NANO_LOOP_INSTALL": variable} if variable else {}
     if not read_machine().has_fast_bf16:
-        variables["PYTHONWARNINGS"] = "ignore"  # which says so
+        variables["PYTHONWARNINGS"] = "ignore"  # about the missing instructions
     code, out, err = ran(path, by=[sys.executable], **variables)
     assert (code, err) == (0, "")
     dtypes = [dtypes for _, dtypes in json.loads(out.replace("'", '"'))]

@@ -1,4 +1,4 @@
-"""The variables for training on a machine, and the way back."""
+"""The variables for training on a machine, and how they are undone."""
 
 import sys
 
@@ -29,7 +29,7 @@ def linux_with_glibc(monkeypatch, tmp_path):
 
 @pytest.fixture
 def made(tmp_path):
-    """Give a function that returns the variables for an environment and for libraries to preload."""
+    """Return a function that returns the variables for an environment and for libraries to preload."""
     return lambda environ=None, *preload: training_environment(MACHINE, environ or {}, preload, tmp_path / "root")
 
 
@@ -46,7 +46,7 @@ THREADS = {"OMP_NUM_THREADS": "4"}
     [
         ({}, {**THREADS, **SETTINGS_AS_VARIABLES}, []),
         *(({"OMP_NUM_THREADS": text}, SETTINGS_AS_VARIABLES, ["OMP_NUM_THREADS"]) for text in ("1", "", " 4")),
-        ({**THREADS, **SETTINGS_AS_VARIABLES}, {}, []),  # with these values already, none is reported
+        ({**THREADS, **SETTINGS_AS_VARIABLES}, {}, []),  # variables that already have these values are not reported
         *(({name: "1"}, THREADS, [name]) for name in ("MALLOC_TOP_PAD_", "GLIBC_TUNABLES")),
         ({"LD_PRELOAD": "libmimalloc.so.2"}, THREADS, []),
     ],
@@ -82,7 +82,7 @@ def test_library_is_found_by_its_names_and_an_allocator_takes_the_place_of_glibc
 def test_what_is_preloaded_stays_behind(made, library, before, after):
     path = str(library("usr/lib/libiomp5.so"))
     assert made({"LD_PRELOAD": before}, INTEL).values["LD_PRELOAD"] == after.format(path)
-    assert "LD_PRELOAD" not in made({"LD_PRELOAD": f"/a.so:{path}"}, INTEL).values  # it is there
+    assert "LD_PRELOAD" not in made({"LD_PRELOAD": f"/a.so:{path}"}, INTEL).values  # already preloaded
 
 
 def test_second_allocator_is_refused(made, library):

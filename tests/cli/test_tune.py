@@ -1,4 +1,4 @@
-"""`nano-loop tune`: a script runs once a candidate, some steps long; bad input is one line and exit code 2."""
+"""`nano-loop tune`: a script runs once per candidate, for some steps; bad input gives one line and exit code 2."""
 
 import json
 import os
@@ -43,7 +43,7 @@ ENDLESS = 100_000_000
 
 @pytest.fixture
 def tune(tmp_path, monkeypatch, capfd):
-    """Give a function that runs the command on a script, and returns its exit code and what it prints."""
+    """Return a function that runs the command on a script, and returns its exit code and its output."""
     monkeypatch.chdir(tmp_path)
     for name, value in {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NO_COLOR": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -60,7 +60,7 @@ def tune(tmp_path, monkeypatch, capfd):
 def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "NO_COLOR": "1"}
     options = [*FIXED, "--seconds=1", "--plot=times.png", "--json", "train.py", "a"]
-    # The first ends before its time is over, and the run in it is over then.
+    # The first script ends before its time is over, together with its run.
     for text, steps, before in ((LOOP, 40, "@nano("), (WITHOUT_A_LINE, ENDLESS, "nano_loop.install(")):
         (tmp_path / "train.py").write_text(text.format(steps=steps))
         command = [sys.executable, "-m", "nano_loop", "tune", *options]
@@ -78,7 +78,7 @@ def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
         assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
         learnt = [path.read_text() for path in (tmp_path / "cache/nano_loop").glob("operators-*.json")]
         assert any('"tune ' in text for text in learnt) or found["waits"] >= BUSY
-    assert "fast_dropout" not in {*found["options"]} - {*found["changes"]}  # of the first script
+    assert "fast_dropout" not in {*found["options"]} - {*found["changes"]}  # from the first script
 
 
 @pytest.mark.parametrize(

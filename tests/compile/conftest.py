@@ -1,4 +1,4 @@
-"""What the tests of compiled code share: each starts with nothing compiled."""
+"""Shared fixtures for the tests of compiled code: each test starts with nothing compiled."""
 
 import pytest
 import torch

@@ -65,8 +65,8 @@ def test_a_block_that_is_called_twice_counts_once():
     [
         nn.Linear(3, 3),
         of(Block()),
-        of(Block(4), Block(8), Block(16)),  # a U-Net's
-        of(Block(4), Block(4), Block(8), Block(16)),  # three to compile for four
+        of(Block(4), Block(8), Block(16)),  # like a U-Net
+        of(Block(4), Block(4), Block(8), Block(16)),  # three compilations for four blocks
         nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()),
         of(nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential(nn.ReLU(), nn.Tanh())),
     ],

@@ -1,4 +1,4 @@
-"""Inductor draws random numbers as the plain loop does, unless the user's options say otherwise."""
+"""Inductor draws random numbers as the plain loop does, unless the user's options change this."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The note of what `nano-loop env` has exported."""
+"""The record of the variables that `nano-loop env` has exported."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""What was removed is not there, and says what to write instead."""
+"""Removed names do not exist, and their errors suggest a replacement."""
 
 import importlib
 
@@ -6,7 +6,7 @@ import pytest
 
 from nano_loop.config.leftovers import REMOVED_OTHERS
 
-# Those of Lightning's modules are tested where Lightning is imported.
+# Names of Lightning's modules are tested where Lightning is imported.
 NAMES = [name for name in REMOVED_OTHERS if name.startswith("nano_loop.") and "lightning" not in name]
 
 

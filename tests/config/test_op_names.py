@@ -1,4 +1,4 @@
-"""Names of operators are read as people write them."""
+"""Names of operators are accepted in all common spellings."""
 
 import os
 
@@ -40,7 +40,7 @@ def test_file_has_a_name_a_line_and_comments(tmp_path):
 
 @pytest.mark.parametrize("path", ["/dev/full", "/dev/urandom", "/dev/stdin", "large", "pipe", "link"])
 def test_file_that_is_no_list_by_its_kind_or_its_length_is_not_read(tmp_path, path):
-    path = tmp_path / path  # where it is absolute, it is itself
+    path = tmp_path / path  # an absolute path is unchanged
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 1 << 40)
     os.mkfifo(tmp_path / "pipe")

@@ -1,4 +1,4 @@
-"""Each check: what it lets through, in which spelling, and what it refuses."""
+"""Each check accepts some values, normalizes them, and rejects others."""
 
 import inspect
 
@@ -10,7 +10,7 @@ from nano_loop.config import option_checks as checks
 
 
 def short(each):
-    """The same name in every process, without an address: workers of pytest have to agree on their tests."""
+    """Return the same name in every process, without an address: pytest's workers have to agree on test names."""
     return each.__name__ if inspect.isfunction(each) else repr(each).partition(" at 0x")[0][:30]
 
 

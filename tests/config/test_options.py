@@ -1,4 +1,4 @@
-"""Options that cannot be used are told all at once; the environment wins over the code; nothing else is raised."""
+"""Invalid options are reported together, the environment overrides the code, and nothing but our error is raised."""
 
 import warnings
 from decimal import Decimal
@@ -40,7 +40,7 @@ def refusal(call, **arguments):
 
 
 def assert_has_three_parts(line, name, value):
-    """`name=value: what is allowed. What to do.`"""
+    """Check that a line has the format ``name=value: what is allowed. What to do.``."""
     start = f"{name}={value!r}: " if len(repr(value)) <= 80 else f"{shown(name, value)}: "
     assert line.startswith(start)
     assert line.endswith(".")
@@ -56,7 +56,7 @@ def assert_has_three_parts(line, name, value):
 
 
 def named(value):
-    """The same name in every process: an address would not be, and pytest's workers have to agree on their tests."""
+    """Return the same name in every process, without an address: pytest's workers have to agree on test names."""
     return repr(value).partition(" at 0x")[0][:40]
 
 
@@ -65,10 +65,10 @@ def test_bad_argument_is_named_with_its_value_and_what_to_do(name, value):
     assert_has_three_parts(refusal(TorchNano, **{name: value}), name, value)
 
 
-#: Arguments, variables without their prefix, and what the error says: words of it, ``^`` its beginning, ``$`` its end,
-#: ``=`` all of it, ``!`` what it must not say, ``#`` its number of lines.
+#: Arguments, variables without their prefix, and checks of the error: words of it, ``^`` its beginning, ``$`` its end,
+#: ``=`` all of it, ``!`` words it must not contain, ``#`` its number of lines.
 REFUSALS = [
-    # what was given is told together
+    # arguments are reported together
     (
         {"num_processes": -2, "precision": "fp8", "timeout": "soon", "verbose": 3, "channels_last": True},
         {},
@@ -90,7 +90,7 @@ REFUSALS = [
         ["bf16_ops", "fp32_ops", "softmax", "!layer_norm"],
     ),
     ({"compile": {"mode": "max-autotune", "no_such_argument": 1}}, {}, ["compile=", "no_such_argument"]),
-    # names that others have, typing errors, and names like no other
+    # names that others use, typing errors, and names with no close match
     *(({name: True}, {}, [f"$Write {option}."]) for name, option in OTHERS_NAMES.items()),
     *(
         ({typo: 1}, {}, [f"^{typo}=1: ", f"$Write {meant}."])
@@ -106,7 +106,7 @@ REFUSALS = [
     ),
     ({"workers": 4}, {}, ["$Write num_workers in each DataLoader."]),
     ({"fast_conv": True}, {}, ["$Write fast_convolution."]),
-    # what the program has written, and cannot act
+    # strings from the program, whose control characters must have no effect
     *(
         (
             {name: ["softmax"]},
@@ -124,7 +124,7 @@ REFUSALS = [
     *(({name: 1}, {}, [f"{name}=1: "]) for name in ("as_written", "from_environment")),
     ({"from_environment": ("x",)}, {}, ["from_environment=('x',)"]),
     ({"devices": 4}, {}, ["=devices=4: num_processes counts the processes. Write num_processes instead."]),
-    # values of others
+    # values that others use
     ({"process_group_backend": "ccl"}, {}, ["^process_group_backend='ccl': ", "oneCCL", "retired", "$gloo."]),
     *(
         ({"precision": each}, {}, [f'=precision=\'{each}\': it is only for GPUs. Pass "bf16" or "bf16-true".'])
@@ -138,7 +138,7 @@ REFUSALS = [
         )
         for each in ("avx2", "native", "v3,v4", "True")
     ),
-    # contradictions name the variable that they are from
+    # contradictions name the variable that they come from
     ({"fp32_ops": ["mul"]}, {"BF16_OPS": "exp,mul"}, ["mul in both NANO_LOOP_BF16_OPS and fp32_ops"]),
     ({"bf16_ops": ["mul"]}, {"FP32_OPS": "exp,mul"}, ["mul in both bf16_ops and NANO_LOOP_FP32_OPS"]),
     ({"num_processes": 3}, {"CPU_FOR_EACH_PROCESS": "[[0], [1]]"}, ["NANO_LOOP_CPU_FOR_EACH_PROCESS has 2 lists"]),
@@ -185,7 +185,7 @@ def test_refusal_says_what_was_given_and_what_to_write():
 
 
 def untold(arguments, environ, words):
-    """Return what the error does not say of what it should, and says of what it should not."""
+    """Return the expected words that the error lacks, and the forbidden ones that it contains."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(f"NANO_LOOP_{name}", value)
@@ -212,7 +212,7 @@ LONG = {
 }
 
 
-ACTING = "\x1b[31mred\nnano-loop: all is well\r\x9b2J\u202e\udcff"  # on a terminal, or on whoever reads the next line
+ACTING = "\x1b[31mred\nnano-loop: all is well\r\x9b2J\u202e\udcff"  # would affect a terminal or the reader
 
 
 @pytest.mark.parametrize("arguments", [{"precision": ACTING}, {ACTING: 1}, {"bf16_ops": [ACTING]}], ids=str)
@@ -252,7 +252,7 @@ def test_exact_keeps_the_other_options_and_is_kept_by_changes():
         exact.changed({"precision": "bf16"})
 
 
-# --- what LightningLite took, and what was removed ---
+# --- arguments of LightningLite, and removed ones ---
 
 
 LEFTOVERS = {
@@ -310,7 +310,7 @@ def assert_tells_of_removal(message, got):
 
 
 def hostile(*bases):
-    """An object of a class under `bases` whose every question raises."""
+    """Return an object of a class under `bases` that raises on every operation."""
 
     def refuse(*_):
         raise RuntimeError("hostile")
@@ -321,7 +321,7 @@ def hostile(*bases):
 
 
 def namesake(name):
-    """An object of a class that is merely called like a built-in one."""
+    """Return an object of a class with the name of a built-in one."""
     return type(name, (), {})()
 
 
@@ -354,7 +354,7 @@ def calls_or_refuses(call, arguments):
 
 
 def exception_of(call, arguments):
-    """Return what the call raised that is no `NanoError`, for a person to read."""
+    """Return the exception raised by a call if it is not a `NanoError`, formatted for a person."""
     try:
         calls_or_refuses(call, arguments)
     except Exception as error:
@@ -375,7 +375,7 @@ ODD_TEXTS = [
         "9" * 400 + " GB",
         "0x" + "f" * 5000,
         "~no_such_user/x",
-    ),  # no float holds them, and no folder is there
+    ),  # too large for floats, and for a folder's path
 ]
 any_text = st.text() | st.sampled_from(ODD_TEXTS)
 any_variable = (st.sampled_from(OPTIONS).map(str.upper) | st.sampled_from(OPTIONS) | st.text()).map(
@@ -384,7 +384,7 @@ any_variable = (st.sampled_from(OPTIONS).map(str.upper) | st.sampled_from(OPTION
 
 
 @given(environ=st.dictionaries(any_variable, any_text, max_size=4))
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning")  # Python's own, of odd literals
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning")  # Python's own, about odd literals
 def test_random_environment_meets_no_other_exception(environ):
     calls_or_refuses(Options.from_call, {"arguments": {}, "environ": environ})
 
@@ -406,7 +406,7 @@ def test_option_comes_from_the_environment(name, text, expected):
 def test_environment_wins_over_the_code(monkeypatch):
     monkeypatch.setenv("NANO_LOOP_PRECISION", "32")
     monkeypatch.setenv("NANO_LOOP_CHANNELS_LAST", "true")
-    for precision in ("bf16", "fp8"):  # the one in the code may be bad
+    for precision in ("bf16", "fp8"):  # the code's value may be invalid
         loop = TorchNano(precision=precision, channels_last=False, auto_lr=False)
         assert (loop.dtype, loop.channels_last, loop.auto_lr) == (torch.float32, True, False)
 
@@ -436,7 +436,7 @@ def test_choice_of_kernels_is_no_option(text):
     assert kernels_choice({}) is None
 
 
-# --- what is remembered beside the options ---
+# --- records beside the options ---
 
 
 def test_what_was_typed_is_remembered():
@@ -455,7 +455,7 @@ def test_what_is_remembered_is_no_option(name):
         Options(**{name: 1})
 
 
-# --- launches from outside: which variables are those of one, tests/distributed/launch_external has ---
+# --- external launches: tests/distributed/launch_external covers which variables belong to one ---
 
 
 @pytest.mark.usefixtures("rank_put_back")

@@ -1,4 +1,4 @@
-"""The options are the parameters of the class and of the decorator, which have nothing of their own to say of them."""
+"""The options are the parameters of the class and of the decorator, which do not repeat their documentation."""
 
 import inspect
 import pickle
@@ -11,7 +11,7 @@ from nano_loop import TorchNano, nano
 from nano_loop.config.declarations import DEFAULTS, OPTIONS
 from nano_loop.config.options import Options
 
-# BigDL-Nano's, in its order, with its defaults.
+# BigDL-Nano's options, in its order, with its defaults.
 FIRST_EIGHT = {
     "num_processes": None,
     "use_ipex": False,
@@ -22,7 +22,7 @@ FIRST_EIGHT = {
     "channels_last": False,
     "auto_lr": True,
 }
-# Its nano takes seven of them.
+# BigDL-Nano's nano accepts seven of them.
 POSITIONAL = {
     TorchNano: FIRST_EIGHT,
     nano: {name: default for name, default in FIRST_EIGHT.items() if name != "process_group_backend"},
@@ -31,7 +31,7 @@ CALLS = pytest.mark.parametrize("call", [TorchNano, nano], ids=["TorchNano", "na
 
 
 def parameters(call):
-    """The parameters that are options: not the unknown names that are told in an error."""
+    """Return the parameters that are options, without the unknown names, which raise an error."""
     return [each for each in inspect.signature(call).parameters.values() if each.kind is not each.VAR_KEYWORD]
 
 

@@ -1,1 +1,1 @@
-"""The room `cpu`, held against recordings of real machines."""
+"""Tests of the room `cpu` with recordings of real machines."""

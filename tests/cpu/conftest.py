@@ -1,4 +1,4 @@
-"""A fixture that puts recorded machines into a folder of the test's own."""
+"""A fixture that writes recorded machines to a temporary folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,5 +10,5 @@ from .recording import unpack
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that unpacks a recorded machine and gives its root folder."""
+    """Return a function that unpacks a recorded machine and returns its root folder."""
     return lambda name: unpack(f"{name}.txt", tmp_path)

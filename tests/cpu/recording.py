@@ -1,4 +1,4 @@
-"""Writes a recorded machine out as the folders /proc and /sys; `machines/README.md` describes the format."""
+"""Writes a recorded machine as the folders /proc and /sys; `machines/README.md` describes the format."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ MACHINES = Path(__file__).parent / "machines"
 
 
 def unpack(recording: str, root: Path) -> Path:
-    """Write every file of the machine below `root`, which is returned."""
+    """Write every file of the machine below `root`, and return `root`."""
     paths: list[str] = []
     content: list[str] = []
     for line in (MACHINES / recording).read_text(encoding="utf-8").splitlines():
@@ -58,7 +58,7 @@ def for_each(text: str, cpus: list[str], root: Path) -> str:
 
 
 def fill(text: str, cpu: str, root: Path) -> str:
-    """Put the CPU's own numbers into one block of /proc/cpuinfo, as the kernel does from the topology."""
+    """Fill in the CPU's own numbers in one block of /proc/cpuinfo, as the kernel does from the topology."""
     text = text.replace("{cpu}", cpu)
     for name in ("core_id", "physical_package_id"):
         if f"{{{name}}}" in text:
@@ -68,7 +68,7 @@ def fill(text: str, cpu: str, root: Path) -> str:
 
 
 def machine_of(*cpus: LogicalCpu, **fields: object) -> Machine:
-    """Return a machine that exists nowhere."""
+    """Return a made-up machine."""
     defaults = {"name": "test", "architecture": "x86_64", "allowed": tuple(cpu.id for cpu in cpus)}
     return Machine(logical_cpus=cpus, **{**defaults, **fields})
 

@@ -1,4 +1,4 @@
-"""Binding every thread for a while: all of them move, all of them come back, whatever happens in between."""
+"""Binding every thread temporarily: all of them move, and all are restored, whatever happens in between."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="with one CPU no mask can be told from another")
 
 FIRST, SECOND, ALL = {*CPUS[:1]}, {*CPUS[1:2]}, {*CPUS}
-NO_CPU = 8191  # above every CPU that a machine has
+NO_CPU = 8191  # above the number of any CPU
 
 
 class Sleeper:
@@ -39,13 +39,13 @@ class Sleeper:
     def end(self):
         self._told.set()
         self._thread.join()
-        while os.path.exists(f"/proc/self/task/{self.id}"):  # Python's part has ended, and soon the kernel's will
+        while os.path.exists(f"/proc/self/task/{self.id}"):  # Python's part has ended, and the kernel's ends soon
             time.sleep(0.001)
 
 
 @pytest.fixture
 def sleeper():
-    """Return a function that starts a thread; all end with the test."""
+    """Return a function that starts a thread; all threads end with the test."""
     started = []
 
     def start():
@@ -76,7 +76,7 @@ def test_openmp_threads_of_torch_are_bound():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        torch.ones(1_000_000).sin()  # starts them, if no test before has
+        torch.ones(1_000_000).sin()  # starts torch's threads, if no earlier test has
         threads = masks()
         assert len(threads) > 1
         with bound(SECOND):
@@ -121,7 +121,7 @@ def test_a_thread_born_while_others_are_bound_or_put_back_is_bound_and_put_back(
 
     def bear_first(thread, cpus):
         if set(cpus) == when and not born:
-            born.append(sleeper())  # of the calling thread, whose turn has not come yet
+            born.append(sleeper())  # inherits the mask of the calling thread, which is bound last
             assert born[0].mask == mask
         original(thread, cpus)
 
@@ -131,7 +131,7 @@ def test_a_thread_born_while_others_are_bound_or_put_back_is_bound_and_put_back(
     assert born[0].mask == ALL
 
 
-# --- bodies that raise, and bodies in bodies ---
+# --- bodies that raise, and nested bodies ---
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -155,11 +155,11 @@ def test_one_inside_another_gives_back_what_the_outer_one_set(sleeper):
     assert os.sched_getaffinity(0) == ALL
 
 
-# --- masks that the kernel refuses ---
+# --- masks that the kernel rejects ---
 
 
 def refusing(monkeypatch, refused):
-    """Let the kernel refuse a mask where ``refused(thread, mask)``, as after a change of the cpuset."""
+    """Make the kernel reject a mask if ``refused(thread, mask)``, as after a change of the cpuset."""
     original = os.sched_setaffinity
 
     def set_or_refuse(thread, mask):

@@ -1,4 +1,4 @@
-"""CPU lists: the short form is read, written, and read back."""
+"""CPU lists are read and written in the short form."""
 
 import pytest
 from hypothesis import given

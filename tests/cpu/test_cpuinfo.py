@@ -1,4 +1,4 @@
-"""Names of processors, as /proc/cpuinfo has them on x86 and ARM."""
+"""Names of processors in /proc/cpuinfo on x86 and ARM."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What follows from a machine: the order of its cores, how many threads pay, fast bf16, JSON."""
+"""Properties derived from a machine: the order of its cores, useful numbers of threads, fast bf16, JSON."""
 
 import json
 
@@ -10,7 +10,7 @@ from .recording import machine_of
 
 
 def test_cores_stand_in_the_order_of_their_nodes():
-    # Dell's servers count their CPUs over the sockets in turn.
+    # Dell's servers number their CPUs alternately across sockets.
     cpus = [LogicalCpu(i, i, package=i % 2, numa_node=i % 2, last_level_cache=i % 2) for i in range(6)]
     assert machine_of(*cpus).physical_cores == ((0,), (2,), (4,), (1,), (3,), (5,))
 

@@ -1,4 +1,4 @@
-"""Machines, recorded and made up, and what is read of each: `machines/README.md` describes the tables."""
+"""Properties read from recorded and made-up machines: `machines/README.md` describes the tables."""
 
 import json
 
@@ -44,7 +44,7 @@ def in_order(cpus):
 
 
 def shares_of(machine, count):
-    """Return a share as the CPUs that compute and, if they are others, those that load."""
+    """Return a share as its computing CPUs and, if they differ, its loading CPUs."""
     shares = [[share.cpus, share.loader_cpus] for share in partition(machine, count)]
     return [" + ".join(map(in_order, share[: 1 + (share[0] != share[1])])) for share in shares]
 

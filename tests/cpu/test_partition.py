@@ -1,4 +1,4 @@
-"""Dividing cores among processes: even shares that straddle nothing they need not, the user's own, and refusals."""
+"""Dividing cores among processes: even shares that straddle nodes only if necessary, the user's own, and errors."""
 
 from itertools import combinations, pairwise
 
@@ -19,7 +19,7 @@ def test_one_cache_over_two_nodes_does_not_hide_their_boundary():
     assert [share.cpus for share in partition(machine_of(*cpus, quota=4), 2)] == [(0, 1), (3, 4)]
 
 
-# --- refusals ---
+# --- errors ---
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_more_processes_than_cores_are_refused_with_the_numbers(machine, message
     assert str(caught.value) == message
 
 
-# --- how many processes are worth a trial ---
+# --- useful numbers of processes ---
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_more_processes_than_cores_are_refused_with_the_numbers(machine, message
         (built([[8] * 4, [8] * 4]), (1, 2, 4, 8, 16, 32, 64)),
         (built([[7]]), (1, 7)),
         (built([[12]]), (1, 2, 4, 12)),
-        (built([[8], [4]]), (1, 3, 6, 12)),  # four cores a process, two, one
+        (built([[8], [4]]), (1, 3, 6, 12)),  # four cores per process, two, one
         (built([[16]], quota=6.5), (1, 2, 6)),
         (built([[1]]), (1,)),
         ("epyc_9v74_azure", (1, 2, 4, 8, 16)),
@@ -73,7 +73,7 @@ def test_counts_are_those_that_fill_each_node(recorded, machine, counts):
 
 @st.composite
 def machines(draw, most_cores):
-    """Machines whose caches lie inside nodes, with or without siblings, hybrid or not, and a part that is allowed."""
+    """Machines whose caches lie within nodes, with or without siblings, hybrid or not, with some CPUs allowed."""
     count = draw(st.integers(1, most_cores))
     threads, hybrid = draw(st.integers(1, 2)), draw(st.booleans())
     cpus = []
@@ -104,12 +104,12 @@ def cache_of(cpu):
 
 
 def can_place(cores, size, count, place):
-    """Try every way to choose `count` disjoint sets of `size` cores, each of one place."""
+    """Try every way to choose `count` disjoint sets of `size` cores, each within one place."""
     if count == 0:
         return True
     for chosen in combinations(cores, size):
         if len(set(map(place, chosen))) == 1:
-            # Sets are chosen by their first core, in order, so that each choice is tried once.
+            # Sets are ordered by their first core, so that each choice is tried only once.
             rest = [cpu for cpu in cores[cores.index(chosen[0]) :] if cpu not in chosen]
             if can_place(rest, size, count - 1, place):
                 return True
@@ -155,12 +155,12 @@ def test_no_share_straddles_where_any_placement_of_this_size_would_not(machine, 
 @pytest.mark.parametrize(
     ("lists", "shares"),
     [
-        # One thread of each core: the free siblings load.
+        # One thread of each core: the idle siblings load.
         (((0, 1), (2, 3)), (Share((0, 1), (16, 17)), Share((2, 3), (18, 19)))),
-        # Both: the first given computes.
+        # Both threads: the first one listed computes.
         (((16, 0, 1),), (Share((16, 1), (0,)),)),
         (((0, 1, 16, 17),), (Share((0, 1), (16, 17)),)),
-        # A sibling that another list claims does not load.
+        # A sibling claimed by another list does not load.
         (((0, 1), (16,)), (Share((0, 1), (17,)), Share((16,), (16,)))),
         (((3, 0, 3, 0),), (Share((0, 3), (16, 19)),)),
     ],
@@ -198,7 +198,7 @@ def test_all_that_is_wrong_with_the_lists_is_said_at_once(recorded):
     ]
 
 
-# --- what one process sees ---
+# --- properties that one process sees ---
 
 
 def test_a_process_sees_its_own_cpus_and_its_part_of_the_quota():
@@ -226,5 +226,5 @@ def test_shares_of_a_count_that_is_tried_leave_no_core_idle_and_cross_no_node(ma
     for count in counts[1:]:
         shares = partition(machine, count)
         assert sum(len(share.cpus) for share in shares) == min(len(usable), machine.num_threads)
-        if machine.num_threads >= len(usable):  # a quota is of no node
+        if machine.num_threads >= len(usable):  # a quota belongs to no node
             assert all(len({node[cpu] for cpu in share.cpus}) == 1 for share in shares)

@@ -78,7 +78,7 @@ def below(folder: str, files: dict[str, object], **more: object) -> dict[str, ob
     ("files", "left"),
     [
         pytest.param({}, None, id="no limit"),
-        # 900 - 700 are free, the 100 of files that are no shared memory can be, and 100 are swap.
+        # 900 - 700 are free, 100 of files without shared memory can be freed, and 100 are swap.
         pytest.param(V2 | below("a", OF_V2), 400, id="version 2, of an ancestor"),
         pytest.param(V2 | below("a", OF_V2 | {"memory.swap.max": 0, "memory.swap.current": 0}), 300, id="no swap"),
         pytest.param(V2 | below("a/b", OF_V2 | {"memory.max": "max"}), None, id="version 2 without a limit"),

@@ -1,4 +1,4 @@
-"""Reading a machine: what it may use, the live one, and trees that no kernel wrote."""
+"""Reading a machine: the allowed CPUs, the live machine, and file trees that no kernel wrote."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""Each library's random numbers follow from its own seed, in every rank."""
+"""Each library's random numbers depend only on its own seed, in every rank."""
 
 import os
 import random
@@ -25,7 +25,7 @@ def states_kept():
 
 
 def drawn(library, rank, seed):
-    """What a library draws in a rank behind the first batch, if the others have other states each time."""
+    """Return what a library draws in a rank after the first batch, if the other libraries' states differ each time."""
     for seeds, _ in SEEDED.values():
         seeds(int.from_bytes(os.urandom(8), "little") >> 1)
     seeds, draw = SEEDED[library]

@@ -1,1 +1,1 @@
-"""The examples, run small as a person would run them."""
+"""The examples, run at a small size as a user would run them."""

@@ -1,4 +1,4 @@
-"""Runs an example as a person would: in a separate process, and reads what it found from its --json file."""
+"""Runs an example as a user would, in a separate process, and reads its results from its --json file."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 OF_THE_CPU = "this CPU has no bf16 instructions"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-# A Python that has no nano_loop.
+# Makes imports of nano_loop fail.
 REFUSING = """
 import runpy, sys
 
@@ -21,7 +21,7 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 """
-# Runs the script that is named first among the arguments there.
+# Runs the script given as the first argument in such a Python.
 WITHOUT_NANO_LOOP = f"""{REFUSING}
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -29,22 +29,22 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def command(script, *options, nano_loop=True):
-    """Return the command line that runs an example, with or without nano_loop to be found."""
+    """Return the command line that runs an example, with or without nano_loop being importable."""
     without = () if nano_loop else ("-c", WITHOUT_NANO_LOOP)
     return [sys.executable, *without, str(EXAMPLES / script), *map(str, options)]
 
 
 def environment():
-    """Return this process's environment, less what overrides options, and with one thread.
+    """Return this process's environment without variables that override options, and with one thread.
 
-    Small models on a busy machine: two threads would wait for each other most of the time.
+    With small models on a busy machine, two threads would mostly wait for each other.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith("NANO_LOOP_")}
     return own | {"OMP_NUM_THREADS": "1"}
 
 
 def run(script, *options, nano_loop=True):
-    """Run an example to its end and return the finished process, with its output as text."""
+    """Run an example to its end; return the finished process, with its output as text."""
     return subprocess.run(
         command(script, *options, nano_loop=nano_loop), env=environment(), capture_output=True, text=True
     )
@@ -64,9 +64,9 @@ def kill_when_it_has_saved(file, script, *options):
 
 
 def results(script, *options, folder, nano_loop=True):
-    """Run an example that must succeed without a warning, and return its results and what it has printed.
+    """Run an example that must succeed without a warning; return its results and its output.
 
-    That this CPU has no bf16 instructions is no fault of an example.
+    The warning about missing bf16 instructions is allowed.
     """
     file = folder / "results.json"
     process = run(script, *options, "--json", file, nano_loop=nano_loop)

@@ -7,14 +7,14 @@ from .running import kill_when_it_has_saved, results, run
 SHAPE = ("--layers", 1, "--heads", 2, "--width", 32, "--context", 32)
 TINY = (*SHAPE, "--batch-size", 4, "--warmup", 5, "--sample", 20)
 STEPS = 300
-# Dropout makes the loss depend on torch's random numbers, which a resumed run must draw as an uninterrupted one does.
+# With dropout, the loss depends on torch's random numbers, so a resumed run must draw the same ones.
 LONG = (*TINY, "--dropout", 0.1, "--steps", STEPS, "--eval-every", 20)
 MODES = {"plain": ["--plain"], "accelerated": ["--precision", 32]}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The results of a run from start to end, in each mode: the plain one where there is no nano_loop."""
+    """The results of a full run in each mode; the plain one runs without nano_loop."""
     return {
         mode: results(
             "char_gpt.py", *options, *LONG, folder=tmp_path_factory.mktemp(mode), nano_loop=mode == "accelerated"
@@ -25,7 +25,7 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """What a run has saved that was killed soon after its first checkpoint, in each mode."""
+    """The checkpoints of runs killed soon after their first checkpoint, in each mode."""
     folder = tmp_path_factory.mktemp("killed")
     files = {mode: folder / f"{mode}.pt" for mode in MODES}
     for mode, options in MODES.items():
@@ -41,13 +41,13 @@ def resume(checkpoint, mode, folder):
 @pytest.mark.slow
 def test_plain_learns_where_there_is_no_nano_loop_and_fp32_trains_as_it_does(uninterrupted):
     plain, accelerated = uninterrupted["plain"], uninterrupted["accelerated"]
-    assert plain["loss"] < 3.2  # of ln(128) = 4.85 at the start
+    assert plain["loss"] < 3.2  # starting from ln(128) = 4.85
     assert accelerated["loss"] == pytest.approx(plain["loss"], rel=1e-4)
-    assert "\ndef " in "\n" + accelerated["stdout"]  # the text that it writes
+    assert "\ndef " in "\n" + accelerated["stdout"]  # the generated text
     assert "fused_optimizer" in accelerated["stderr"]
 
 
-@pytest.mark.slow  # it starts the example six times; tests/loops/test_checkpoints.py has it of small loops
+@pytest.mark.slow  # it starts the example six times; tests/loops/test_checkpoints.py covers small loops
 @pytest.mark.parametrize("resumed_by", MODES)
 @pytest.mark.parametrize("saved_by", MODES)
 def test_a_killed_run_that_either_resumes_ends_as_an_uninterrupted_one(
@@ -59,7 +59,7 @@ def test_a_killed_run_that_either_resumes_ends_as_an_uninterrupted_one(
     assert resumed["loss"] == pytest.approx(uninterrupted[saved_by]["loss"], rel=accuracy)
 
 
-@pytest.mark.slow  # tests/examples/test_digits.py has bf16
+@pytest.mark.slow  # tests/examples/test_digits.py covers bf16
 def test_bf16_trains_as_plain_does(uninterrupted, tmp_path):
     without_dropout = (*TINY, "--steps", STEPS)
     plain = results("char_gpt.py", "--plain", *without_dropout, folder=tmp_path)

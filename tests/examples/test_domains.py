@@ -1,4 +1,4 @@
-"""The examples of forecasting, of tables and of reinforcement learning learn, plain and accelerated."""
+"""The examples of forecasting, tables and reinforcement learning learn, plain and accelerated."""
 
 import pytest
 
@@ -13,10 +13,10 @@ SMALL = {
 
 def has_learned(script, result):
     if script == "load_forecast.py":
-        return result["error"] < 0.98 * result["week before"]  # with which it begins
+        return result["error"] < 0.98 * result["week before"]  # the starting point
     if script == "tabular_transformer.py":
         return result["accuracy"] > 0.85
-    return result["moves"] > 30  # at random it is 22
+    return result["moves"] > 30  # random actions reach 22
 
 
 @pytest.mark.slow

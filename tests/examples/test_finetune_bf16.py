@@ -7,7 +7,7 @@ from loops.pairs import has_ipex
 
 from .running import results, run
 
-# torchvision does not go with the torch of the default environment.
+# torchvision is incompatible with the default environment's torch.
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("torchvision"), reason="torchvision is not installed"),
     pytest.mark.timeout(300),
@@ -18,7 +18,7 @@ SMALL = ("--image-size", 32, "--epochs", 2)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The folder that a plain run has made, and that run's results."""
+    """The folder created by a plain run, and the run's results."""
     folder = tmp_path_factory.mktemp("made")
     found = results("finetune_bf16.py", "--plain", *SMALL, "--folder", folder, folder=folder, nano_loop=False)
     return folder, found

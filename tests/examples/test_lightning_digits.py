@@ -13,11 +13,11 @@ def accuracy(*options):
     return float(re.search(r"test accuracy ([\d.]+)%", process.stdout)[1]), process.stderr
 
 
-@pytest.mark.slow  # tests/integrations/lightning has a module in one process and in two
+@pytest.mark.slow  # tests/integrations/lightning covers a module in one process and in two
 def test_it_trains_as_lightnings_trainer_does_in_one_process_and_in_two():
     plain, _ = accuracy("--plain")
     one, said = accuracy("--precision", 32)
-    assert one == pytest.approx(plain, abs=0.5)  # of the same steps, rounded otherwise in NHWC
+    assert one == pytest.approx(plain, abs=0.5)  # same steps, other rounding in NHWC
     assert "channels_last" in said
     two, said = accuracy("--precision", "bf16", "--num-processes", 2)
     assert two > 60

@@ -1,4 +1,4 @@
-"""The examples with two processes reach what one process reaches, for both together take its batches."""
+"""The examples with two processes reach the results of one process, because the processes share its batches."""
 
 import re
 
@@ -22,7 +22,7 @@ def test_a_batch_that_does_not_divide_is_refused():
     assert "--batch-size 3 does not divide into 2 processes" in process.stderr
 
 
-@pytest.mark.slow  # killed runs, and resumed ones, are in tests/distributed and tests/loops
+@pytest.mark.slow  # tests/distributed and tests/loops cover killed and resumed runs
 def test_char_gpt_that_was_killed_in_two_processes_reaches_the_loss_of_one_when_resumed(tmp_path):
     one = results("char_gpt.py", *TINY_GPT, folder=tmp_path)
     checkpoint = tmp_path / "gpt.pt"

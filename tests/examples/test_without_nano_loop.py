@@ -1,4 +1,4 @@
-"""Each example imports nano_loop where it accelerates, and so needs none for its plain loop."""
+"""Each example imports nano_loop only where it accelerates, so its plain loop does not need it."""
 
 import subprocess
 import sys

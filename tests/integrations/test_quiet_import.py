@@ -1,4 +1,4 @@
-"""An import that changes the process is followed by putting back what it changed."""
+"""After an import that changes the process, the changes are undone."""
 
 import contextlib
 import gc
@@ -18,7 +18,7 @@ class Own:
 
 
 class Loud(logging.Logger):
-    """Such as a library sets for everybody."""
+    """A logger class as a library sets for everybody."""
 
 
 def change_everything():

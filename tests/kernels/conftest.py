@@ -1,4 +1,4 @@
-"""What the tests of kernels share."""
+"""Fixtures shared by the tests of kernels."""
 
 import re
 
@@ -17,14 +17,14 @@ _CACHES = (build.level, build.why_none, build.compiled, build._announce_compilat
 
 
 def forget_libraries():
-    """Let the next use look for libraries, as in a new process."""
+    """Make the next use look for libraries, as in a new process."""
     for function in _CACHES:
         function.cache_clear()
 
 
 @pytest.fixture
 def compiled_here(monkeypatch, tmp_path):
-    """Let libraries be compiled into an empty folder, whatever the package has; return the folder."""
+    """Compile libraries into an empty folder, whatever the package contains; return the folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("NANO_LOOP_KERNELS", "compile")
     forget_libraries()
@@ -34,7 +34,7 @@ def compiled_here(monkeypatch, tmp_path):
 
 @pytest.fixture
 def threads():
-    """Set torch's threads, and put them back."""
+    """Return a function that sets torch's threads, which are restored after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -42,7 +42,7 @@ def threads():
 
 @pytest.fixture
 def called(monkeypatch):
-    """The names of the C functions that were called, but for the draws by which a process compares generators once."""
+    """The names of the C functions called, except for the draws that compare generators once per process."""
     bool(bernoulli.KERNEL.unavailable)
     names, call = [], CompiledKernel.__call__
 
@@ -57,7 +57,7 @@ def called(monkeypatch):
 
 @pytest.fixture
 def filled(monkeypatch):
-    """Count the tensors that are filled by the compiled function for masks."""
+    """The numbers of elements of the tensors filled by the compiled function for masks."""
     counts, fill = [], bernoulli.fill
     monkeypatch.setattr(bernoulli, "fill", lambda tensor, *rest: counts.append(tensor.numel()) or fill(tensor, *rest))
     return counts
@@ -65,7 +65,7 @@ def filled(monkeypatch):
 
 @pytest.fixture
 def for_each_number(threads):
-    """Compute something with several numbers of threads: ``for_each_number(function, *numbers)``."""
+    """Compute a function with several numbers of threads: ``for_each_number(function, *numbers)``."""
 
     def compute(function, *numbers):
         results = []
@@ -79,7 +79,7 @@ def for_each_number(threads):
 
 @pytest.fixture
 def behind_memory(monkeypatch):
-    """What lies behind the memory that kernels make, full of 7s."""
+    """The memory behind the tensors that kernels allocate, filled with 7s."""
     behind, size = [], 1 << 16
 
     def with_an_end(*sizes, dtype, memory_format=torch.contiguous_format, **_):
@@ -94,7 +94,7 @@ def behind_memory(monkeypatch):
 
 @pytest.fixture(scope="module")
 def everything_in_c():
-    """Let everything be computed by nano_loop that it computes at any size."""
+    """Remove nano_loop's size thresholds, so that it computes everything that it supports."""
     with pytest.MonkeyPatch.context() as patch:
         for module in modules():
             for name in vars(module):

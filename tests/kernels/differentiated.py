@@ -1,4 +1,4 @@
-"""The models by which autograd functions and replaced operators are differentiated: a row for each way to compute."""
+"""The models for differentiating autograd functions and replaced operators: a row for each way to compute."""
 
 import contextlib
 import functools
@@ -33,28 +33,28 @@ def modules():
 
 
 class Row(NamedTuple):
-    """What is differentiated.
+    """A model to differentiate.
 
     Attributes
     ----------
     build : callable
         Returns the model.
     shape : tuple of int
-        That of what the model takes and returns.
+        The shape of the model's input and output.
     functions : tuple of str
-        The autograd functions in the graph, by the module's name and their own.
+        The autograd functions in the graph, as module and class name.
     operators : tuple of str
         The replaced operators that are called, forward or backward.
     calls : str or None
         The C function that a first backward calls.
     options : mapping
-        Those of the run.
+        The options of the run.
     kernel : CompiledKernel or None
-        What has to be there.
+        The kernel that has to be available.
     around : callable
-        Returns a context for all of it.
+        Returns a context around all calls.
     has_torchs_errors : bool
-        Whether what torch refuses is refused in its words.
+        Whether inputs that torch rejects must be rejected with its message.
     """
 
     build: Callable[[], nn.Module]
@@ -69,7 +69,7 @@ class Row(NamedTuple):
 
 
 class Attention(nn.Linear):
-    """By its name, a run finds attention in the model."""
+    """A class name by which a run recognizes attention in the model."""
 
 
 class Layer(nn.Module):
@@ -136,7 +136,7 @@ def looking_up(kind, **settings):
     indices = torch.tensor([[0, 3], [5, 3]])
 
     def function(x, table):
-        if kind is nn.EmbeddingBag and x.dtype is torch.float64:  # of which torch has no second derivative
+        if kind is nn.EmbeddingBag and x.dtype is torch.float64:  # torch has no second derivative for it
             return F.embedding(indices, table.weight).sum(1).flatten()[:6] * x
         return table(indices).flatten()[:6] * x
 
@@ -147,7 +147,7 @@ def loss_of(dtype=None, smoothing=0.1):
     targets = [3, 0, 999, 7 if smoothing else -100]
 
     def function(x, layer):
-        logits = layer(x)  # held, so that what it was cast from is known
+        logits = layer(x)  # keep a reference, so that the tensor it was cast from is known
         logits = logits if dtype is None else logits.to(dtype)
         target = torch.tensor(targets)  # tests write to it
         return x * F.cross_entropy(logits, target, label_smoothing=smoothing) / 7
@@ -237,7 +237,7 @@ ROWS = {
         f"{name} norm of images": norm_row(normalized(kind, *args), (4, 16, 7, 7), operator, channels_last=True)
         for name, kind, args, operator in (
             ("batch", nn.BatchNorm2d, (16,), "batch_norm"),
-            # With a layer for images, as channels_last has to know of images that need no gradient.
+            # With a layer for images, because channels_last has to recognize images that need no gradient.
             ("group", lambda *args: nn.Sequential(nn.ZeroPad2d(0), nn.GroupNorm(*args)), (4, 16), "group_norm"),
             ("instance", functools.partial(nn.InstanceNorm2d, affine=True), (16,), "batch_norm"),
         )

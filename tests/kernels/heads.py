@@ -1,4 +1,4 @@
-"""A small language model, whose head is taken for a large one."""
+"""A small language model, whose head is treated as a large one."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ WORDS, WIDTH = 1000, 16
 
 @contextlib.contextmanager
 def small_heads(chunk=5):
-    """Let every layer with as many outputs be a head, whose logits are computed by so many rows."""
+    """Treat each layer with this many outputs as a head, with logits computed in chunks of `chunk` rows."""
     with pytest.MonkeyPatch.context() as patch:
         for place, name, value in (
             (layers, "LEAST_LOGITS", 1),

@@ -1,4 +1,4 @@
-"""tanh and GELU by tanh are as exact as torch's for every number in bf16, and leave to torch what they do not do."""
+"""tanh and GELU's tanh form are as exact as torch's for every bf16 value, and torch computes unsupported calls."""
 
 from contextlib import ExitStack
 
@@ -38,7 +38,7 @@ def belong(monkeypatch, to_set_up_model):
 
 @pytest.fixture(autouse=True)
 def in_torchs_place(monkeypatch):
-    """Put the functions in torch's place, as for the calls of a set-up model."""
+    """Replace torch's functions, as for the calls of a set-up model."""
     monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
     belong(monkeypatch, True)
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def test_every_number_is_as_exact_as_torchs(called, monkeypatch, name):
     middle = known & (exact.abs() > 1e-6) & (exact.abs() < 1e30)
     mine, theirs = (((each.double() - exact) / exact.abs())[middle] for each in (ours, torchs))
     assert mine.square().mean().sqrt() <= 1.2 * theirs.square().mean().sqrt()
-    # Far in the tail, torch's has no digit left.
+    # Far in the tail, torch's result has no correct digit left.
     assert mine.abs().max() <= 2**-7
 
 
@@ -93,7 +93,7 @@ def test_results_do_not_depend_on_the_number_of_threads(for_each_number):
 
 def test_other_calls_are_torchs(called):
     x = torch.randn(64, 64).bfloat16()
-    F.gelu(x)  # by the error function
+    F.gelu(x)  # with the error function
     slope_by_error_function(x)
     torch.tanh(x[:, ::2])
     torch.tanh(x[:0])

@@ -1,4 +1,4 @@
-"""Attention in blocks draws, masks and differentiates as torch's, and leaves it the rest; see `test_exactness`, too."""
+"""Attention in blocks draws, masks and differentiates as torch's, or leaves calls to it; see also `test_exactness`."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ IN_BLOCKS = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True, params=[BLOCKS, *["blocks by AVX-512"] * blocked_attention.KERNEL.uses_amx])
 def every_size_is_large(request, monkeypatch):
-    """Have blocks computed at every size, where the CPU has the instructions."""
+    """Compute in blocks at every size, if the CPU has the instructions."""
     if request.param == "blocks by AVX-512":
         monkeypatch.setattr(blocked_attention.KERNEL, "uses_amx", False)
     monkeypatch.setattr(module, "MIN_SCORES", 1)
@@ -28,7 +28,7 @@ def every_size_is_large(request, monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Note of each call whether it is none for torch alone."""
+    """Record for each call whether nano_loop computes it."""
     counted = []
 
     def counting(*args, **kwargs):
@@ -59,7 +59,7 @@ def test_views_compute_what_their_copies_compute(view):
         with torch.autocast("cpu", torch.bfloat16):
             out = attention(*map(change, tensors))
         weight = torch.linspace(-1, 1, out.numel()).view(out.shape).bfloat16()
-        # By the views: what is summed over those that share memory is torch's or IPEX's to add up, in any order.
+        # For the views, because torch or IPEX may sum the gradients of views with shared memory in any order.
         return out, *torch.autograd.grad(out, tensors, weight)
 
     for mine, reference in zip(computed(lambda x: x), computed(torch.clone), strict=True):

@@ -1,4 +1,4 @@
-"""Masks, and all that is drawn after them, are those of torch's own generator."""
+"""Masks, and all later draws, are those of torch's own generator."""
 
 import functools
 import hashlib
@@ -27,7 +27,7 @@ def seeded():
 
 
 def drawn(make, p, seed=1, skipped=0, **kwargs):
-    """What is drawn from a seed after some numbers, and what comes after it."""
+    """Return draws from a seed after skipping some values, and what is drawn next."""
     torch.manual_seed(seed)
     torch.rand(skipped)
     return make().bernoulli_(p, **kwargs), torch.rand(3), torch.randn(17), torch.get_rng_state()
@@ -58,7 +58,7 @@ def test_draws_of_any_dtype_are_torchs(filled, dtype):
 @pytest.mark.parametrize("skipped", [0, 1, 2, 622, 623, 624, 625, 1247])
 @pytest.mark.parametrize("count", [MIN_ELEMENTS, MIN_ELEMENTS + 1, 312 * 20])
 def test_draws_from_any_place_in_the_generators_numbers_are_torchs(filled, skipped, count):
-    """Also where the two numbers of an element are the last of a state and the first of the next."""
+    """Also if an element uses the last value of a state and the first of the next."""
     check(lambda: torch.empty(count), 0.5, skipped=skipped)
     assert filled == [count]
 
@@ -98,7 +98,7 @@ def test_generator_of_the_users_is_drawn_from_and_advanced(filled):
 
 @same_draws
 def test_normal_number_that_torch_keeps_for_later_is_kept():
-    """`torch.randn` of an odd count keeps the second of a pair in the generator's state."""
+    """`torch.randn` of an odd count keeps the second value of a pair in the generator's state."""
 
     def numbers():
         torch.manual_seed(2)
@@ -121,7 +121,7 @@ def test_rate_that_torch_refuses_is_refused(p):
 
 @same_draws
 def test_without_torchs_kernel_the_draws_are_the_same():
-    """Torch 2.8 does not hand out its kernels."""
+    """torch 2.8 does not expose its kernels."""
     makes = [functools.partial(torch.empty, count) for count in (10, LARGE)]
     with overridden("bernoulli_.float", lambda _: exact(None), "CPU"):
         actual = [drawn(make, 0.4) for make in makes]
@@ -148,7 +148,7 @@ def test_threads_that_draw_at_once_share_no_number():
 
 
 def made():
-    """What there is after a new look."""
+    """Return the result of a new look-up."""
     forget_libraries()
     return compiled.compiled("bernoulli", False).draw_bernoulli
 

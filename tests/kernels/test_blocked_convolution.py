@@ -1,4 +1,4 @@
-"""Convolutions by AMX take parts of larger tensors, and those of models that round; see `test_exactness`, too."""
+"""Convolutions with AMX accept parts of larger tensors, and models that round; see also `test_exactness`."""
 
 import pytest
 import torch
@@ -41,6 +41,6 @@ def test_models_that_round_have_their_convolutions_and_gradients_in_blocks(calle
         out = model(x.clone().requires_grad_())
         out.backward(torch.randn(out.shape).contiguous(memory_format=NHWC))
     assert (out - expected).norm() < 0.01 * expected.norm()
-    # Both forwards, and the inputs' gradient of the one without a stride.
+    # Both forwards, and the input gradient of the one without a stride.
     assert called.count("convolution") == 3
     assert called.count("weight_gradient") == 2

@@ -1,4 +1,4 @@
-"""Libraries are those of the level, run on torch's threads, and are compiled only where the package has none."""
+"""Libraries match the level, run on torch's threads, and are compiled only if the package does not include them."""
 
 import functools
 import os
@@ -113,7 +113,7 @@ def content_of(name):
 
 @pytest.fixture
 def package(compiled_here, monkeypatch, tmp_path):
-    """Give an empty package, and put libraries into it by ``package(name, change)``."""
+    """Return an empty package, into which ``package(name, change)`` puts libraries."""
     made = tmp_path / "nano_loop/kernels/prebuilt"
     made.mkdir(parents=True)
     monkeypatch.setattr(compiler, "PREBUILT", made)
@@ -131,7 +131,7 @@ def package(compiled_here, monkeypatch, tmp_path):
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["openmp", "cross_entropy"])
 def test_damaged_library_of_the_package_is_not_loaded(package, monkeypatch, name, damage):
-    """Loading a truncated library ends the process by a signal."""
+    """Loading a truncated library kills the process with a signal."""
     change, reason = DAMAGES[damage]
     for each in {name, "openmp"}:
         package(each, change if each == name else lambda content: content)
@@ -196,7 +196,7 @@ def test_filled_cache_folder_works_without_a_compiler(compiled_here, monkeypatch
     lines = []
     with build.compilation_announced(lines.append):
         assert CompiledKernel("cross_entropy", {}).unavailable is None
-    assert [line.partition(":")[0] for line in lines] == ["nano_loop"]  # one for two libraries, while it happens
+    assert [line.partition(":")[0] for line in lines] == ["nano_loop"]  # one line for two libraries, during compilation
     assert build.level() is NATIVE
     libraries = {path.name.partition("-")[0]: path.read_bytes() for path in compiled_here.iterdir()}
     assert libraries.keys() == {"cross_entropy", "openmp"}
@@ -234,7 +234,7 @@ def test_parallel_regions_have_torch_s_threads(threads):
 
 @pytest.mark.parametrize("seen", [1, 5])
 def test_runtime_beside_torch_s_is_not_used(compiled_here, monkeypatch, threads, seen):
-    """Another runtime has another number of threads, or the same by chance."""
+    """Another runtime has its own number of threads, or the same by chance."""
     threads(5)
     monkeypatch.setattr(
         build, "compiled", lambda *_, **__: SimpleNamespace(max_threads=lambda: seen, set_threads=print)
@@ -270,7 +270,7 @@ def test_beside_the_runtime_of_scikit_learn_kernels_run_on_torch_s_threads():
 
 @pytest.mark.parametrize("beside", ["", pytest.param("import sklearn.cluster", marks=pytest.mark.slow)])
 def test_runtime_that_torch_does_not_share_is_found(beside):
-    """As with torch's wheels for ARM, whose libtorch_global_deps.so needs libc alone."""
+    """As with torch's wheels for ARM, whose libtorch_global_deps.so only needs libc."""
     program = f"""
         import ctypes
         {beside}
@@ -289,7 +289,7 @@ def test_runtime_that_torch_does_not_share_is_found(beside):
 
 
 def test_runtime_is_the_one_that_the_library_calls(tmp_path):
-    """Under a name with a hash, beside others, as in ``torch.libs``."""
+    """Under a name with a hash, next to others, as in ``torch.libs``."""
     for folder, source, others in (
         ("other.libs/libgomp-1.so.1", "int omp_get_max_threads(void) { return 1; }", []),
         ("torch.libs/libgomp-24fd393f.so.1", "int omp_get_max_threads(void) { return 24; }", []),

@@ -1,4 +1,4 @@
-"""C files compile, libraries are named by what they are made of, and a failing compiler is quoted."""
+"""C files compile, libraries are named after their inputs, and errors of the compiler are quoted."""
 
 import ctypes
 import math
@@ -21,7 +21,7 @@ ZEN_4 = SKYLAKE | {"avx512_bf16", "avx512_vnni"}
 
 @pytest.fixture
 def made(monkeypatch, tmp_path):
-    """Give a function that makes a program in place of the C compiler."""
+    """Return a function that creates a program that replaces the C compiler."""
 
     def make(script):
         program = tmp_path / "some-cc"
@@ -35,7 +35,7 @@ def made(monkeypatch, tmp_path):
 
 @pytest.fixture
 def short_sources(monkeypatch, tmp_path):
-    """Let the C files be one short one with a header, and the package have no libraries; return their folder."""
+    """Replace the C files by one short file with a header, without prebuilt libraries; return their folder."""
     folder = tmp_path / "csrc"
     folder.mkdir()
     (folder / "short.c").write_text('#include "one.h"\nint one(void) { return ONE; }\n')
@@ -167,7 +167,7 @@ def test_levels_are_compiled_once_and_others_are_removed(short_sources, made, mo
 def test_levels_are_those_of_the_machine_that_is_built_for(short_sources, made, monkeypatch, tmp_path):
     made('while [ "$1" != -o ]; do shift; done; echo "$@" > "$2"')
     for platform_, levels in (("linux-aarch64", ARM), ("linux-x86_64", X86_64)):
-        monkeypatch.setenv("_PYTHON_HOST_PLATFORM", platform_)  # as where wheels are built for another machine
+        monkeypatch.setenv("_PYTHON_HOST_PLATFORM", platform_)  # as when wheels are built for another machine
         found = compile_levels(tmp_path / platform_)
         assert {library.name for library in found} == {library_name("short", level) for level in levels}
     monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "macosx-14.0-arm64")

@@ -1,4 +1,4 @@
-"""Gradients of convolutions are torch's where no other way is faster, and plans give torch's; see `test_exactness`."""
+"""Gradients of convolutions are torch's unless another way is faster, and plans match torch's; see `test_exactness`."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def every_size_is_worth_it(monkeypatch):
 
 @pytest.fixture
 def in_force():
-    """As `standing_in`, for a whole test."""
+    """Apply `standing_in` for a whole test."""
     with standing_in() as left:
         yield left
 
@@ -127,7 +127,7 @@ def backward_arguments(
 
 
 def by_kernel(*given):
-    """torch's kernel."""
+    """Call torch's kernel."""
     return torch.ops.aten.convolution_backward(*given)
 
 

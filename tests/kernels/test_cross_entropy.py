@@ -1,4 +1,4 @@
-"""Cross-entropy in two passes takes odd logits and targets as torch does, and leaves it what it does not compute."""
+"""Cross-entropy in two passes accepts unusual logits and targets as torch does, and leaves unsupported calls to it."""
 
 import math
 
@@ -57,7 +57,7 @@ def test_mean_of_nothing_is_nan_as_in_torch():
 
 @pytest.mark.parametrize("reduction", [1, 2])
 def test_gradient_that_a_program_writes_to_is_not_the_next_one(reduction):
-    """As by a hook that clips it, where the graph is kept."""
+    """As by a hook that clips it, if the graph is retained."""
     logits = torch.randn(64, 100, requires_grad=True)
     loss = cross_entropy(logits, torch.arange(64), None, reduction)
     first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))

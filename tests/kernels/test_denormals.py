@@ -1,4 +1,4 @@
-"""Backwards and steps of optimizers take denormal numbers for 0; all else computes with them, before and after."""
+"""Backwards and optimizer steps treat denormal values as 0; all other code computes with them, before and after."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from nano_loop.patching.operators.operators import gives_kernels
 
 TINY = torch.finfo(torch.float32).tiny
 DENORMAL = 1e-39
-MANY = 1 << 20  # elements, which torch divides among its threads
+MANY = 1 << 20  # elements, which torch splits among its threads
 
 
 def keeps_denormals():
-    """Return whether all of torch's threads compute with denormal numbers."""
+    """Return whether all of torch's threads keep denormal values."""
     return torch.full((MANY,), DENORMAL).mul(0.5).count_nonzero() == MANY
 
 
@@ -49,7 +49,7 @@ def test_calls_that_an_interrupt_leaves_out_or_repeats_end_as_before(calls):
     for call in calls:
         call(2)
     assert keeps_denormals()
-    assert torch.ones(1).div(0).isinf()  # an exception of the CPU would end the process
+    assert torch.ones(1).div(0).isinf()  # a CPU exception would kill the process
 
 
 @pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
@@ -70,7 +70,7 @@ def test_gradients_that_vanish_over_a_sequence_become_0(called, kind, units, in_
     assert denormals(expected[0])
     with accelerated(rnn, precision="32", tune_operators=False, verbose=False):
         found = gradients()
-    assert ("recurrence_backward" in called) == in_c  # or else in oneDNN
+    assert ("recurrence_backward" in called) == in_c  # otherwise in oneDNN
     assert not any(map(denormals, found))
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)

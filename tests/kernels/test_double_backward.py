@@ -1,4 +1,4 @@
-"""Autograd functions, and replaced operators, have torch's derivatives in each way in which these are asked for."""
+"""Autograd functions and replaced operators have torch's derivatives, whichever way they are computed."""
 
 import contextlib
 import functools
@@ -16,10 +16,10 @@ from nano_loop.patching.operators.operators import gives_kernels
 
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
-    # torch's own, where an operator has no rule for batches
+    # torch's own warning about operators without a batching rule
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # in forward mode, by 2.15 too
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # in forward mode, in 2.15 too
 ]
 
 
@@ -160,9 +160,9 @@ WAYS = {
 }
 
 
-#: In bf16, what is left of these is noise.
+#: In bf16, these results are only noise.
 IN_FP32 = {"is_grads_batched, of a gradient"}
-#: What other ways go through as well, and is tried where slow tests run.
+#: Covered by other ways, so tested with the slow tests only.
 REPEATED = {"retained", "is_grads_batched", "func.grad of a gradient", "jacrev", "checkpoint"}
 
 
@@ -188,7 +188,7 @@ def in_two(one, other):
     return lambda x: other(one(x)) + one(x)
 
 
-#: How many models there are, and what is made of them.
+#: The number of models, and how they are composed.
 CALLS = {
     "once": (1, functools.partial(again, count=1)),
     "twice": (1, functools.partial(again, count=2)),
@@ -209,7 +209,7 @@ def functions_in(graph):
 
 
 def computed(row, way, calls, dtype=torch.float32, autocast=False, options=None):
-    """Return what a way gives, plain or in a run, or the error that it raises; and the functions in the graph."""
+    """Return the result of a way, plain or in a run, or the error that it raises; and the functions in the graph."""
     count, make = CALLS[calls]
     torch.manual_seed(0)
     models, x, functions = [row.build().to(dtype) for _ in range(count)], torch.randn(row.shape).to(dtype), set()
@@ -240,15 +240,15 @@ def error_of(found, exact):
 
 
 def differences(row, way, calls):
-    """Yield in what a way differs from torch in fp64 by more than torch's own error, or from torch's errors."""
+    """Yield results whose error exceeds torch's, relative to torch in fp64, and errors that differ from torch's."""
     precision, where = row.options.get("precision"), f"{way}, called {calls}"
     exact, _ = computed(row, way, calls, torch.float64)
     torchs, _ = computed(row, way, calls, autocast=precision is not None)
     ours, functions = computed(row, way, calls, options=row.options)
     if isinstance(exact, RuntimeError) and not isinstance(torchs, RuntimeError):
-        exact = torchs  # as of LSTMs, which torch maps in fp32 alone
+        exact = torchs  # as for LSTMs, which torch maps only in fp32
     if "view size is not compatible" in str(torchs) and not isinstance(ours, RuntimeError):
-        return  # torch's fault, in the forward mode of group norms of images in NHWC
+        return  # a bug of torch, in the forward mode of group norms of NHWC images
     missing = {*row.functions} - functions - ONLY_BEHIND
     if way == "first" and missing:
         yield f"{where}: {missing} are not in the graph"
@@ -273,7 +273,7 @@ def row_of(name):
     return row
 
 
-#: Rows whose functions have another row, and those of rare layers, are for where slow tests run.
+#: Rows whose functions have another row, and those of rare layers, are tested with the slow tests only.
 LIKE_OTHERS = {
     *(f"{kind}, packed" for kind in ("lstm", "rnn_tanh", "rnn_relu")),
     *(f"{kind}, packed, both ways" for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu", "lstm, projected")),

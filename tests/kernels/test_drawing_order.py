@@ -1,4 +1,4 @@
-"""With channels_last, random numbers behind a convolution are those of the plain loop, in every precision."""
+"""With channels_last, random draws after a convolution are those of the plain loop, in every precision."""
 
 import copy
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from nano_loop.patching.operators.operators import gives_kernels
 
 
 class Dropping(nn.Module):
-    """A convolution, and something random; its size is one at which vectorised draws pay."""
+    """A convolution and a random layer, of a size that benefits from vectorized draws."""
 
     def __init__(self, drop, dimensions=2, norm=False):
         super().__init__()
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 
 class Permuting(nn.Module):
-    """Lays images out as NHWC itself, in ways of ConvNeXt, Swin, CvT, and models of images whose channels are last."""
+    """Permutes images to NHWC itself, as ConvNeXt, Swin, CvT, and models with channels-last inputs do."""
 
     def __init__(self, forward):
         super().__init__()
@@ -161,7 +161,7 @@ if gives_kernels():
 )
 @pytest.mark.parametrize("name", OWN)
 def test_tensors_that_the_model_permutes_itself_are_drawn_as_they_lie(name, options):
-    """With a model beside it whose convolution is converted."""
+    """With another model whose convolution is converted."""
     torch.manual_seed(0)
     model, other = Permuting(OWN[name]), nn.Conv2d(3, 3, 1)
     x = torch.rand(2, 16, 16, 3) if name.startswith("images") else torch.rand(2, 3, 16, 16)

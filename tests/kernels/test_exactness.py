@@ -1,4 +1,4 @@
-"""Kernels are as exact as torch's, whatever the sizes, the strides and the number of threads, and leave it the rest."""
+"""Kernels are as exact as torch's for all sizes, strides and numbers of threads, and leave unsupported calls to it."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from kernels.compared.oracle import assert_as_exact_as_torch, assert_within, err
 from nano_loop.kernels.convolution import weight_gradient
 from nano_loop.kernels.linear import product
 
-#: The rows, and whether their kernels may use AMX. Where one does, and does not have to, it is tested without, too.
+#: The rows, and whether their kernels may use AMX. A kernel that can do without AMX is also tested without.
 VARIANTS = [
     pytest.param((row, uses_amx), id=name + " without AMX" * (not uses_amx))
     for name, row in ROWS.items()
@@ -19,7 +19,7 @@ VARIANTS = [
 
 
 def of_each(what):
-    """Test each row with each of what it has under a name. For teams of many threads, most are slow."""
+    """Test each row with each of its named cases of a kind. With many threads, most are slow."""
 
     def params():
         for variant in VARIANTS:
@@ -35,7 +35,7 @@ def of_each(what):
 
 @pytest.fixture
 def row(request, monkeypatch):
-    """A row whose kernel is there, with what it needs set."""
+    """A row whose kernel is available, with its patches applied."""
     found, uses_amx = request.param
     if found.needs_kernel and found.kernel.unavailable is not None:
         pytest.skip(found.kernel.unavailable)
@@ -74,7 +74,7 @@ def test_results_are_exact_and_do_not_depend_on_the_number_of_threads(threads, r
         if first is None or not row.same_bits:
             first = found
             assert_within(errors_of(row, call, found))
-            found = row.ours(call)  # the same bits, though memory was used before
+            found = row.ours(call)  # the same bits, even in reused memory
         assert same_bits(found, first)
 
 

@@ -1,4 +1,4 @@
-"""Functions in C for fp32 tensors are as near to fp64 as torch's kernels, over 25 seeds, and are taken by a rule."""
+"""C functions for fp32 tensors are as close to fp64 as torch's kernels, over 25 seeds, and are selected by a rule."""
 
 import copy
 
@@ -25,7 +25,7 @@ IMAGES, ROWS = (8, 32, 12, 12), (64, 5, 48)
 
 
 class Loss(nn.Module):
-    """The cross-entropy of words; its weight is that of a model with many outputs."""
+    """The cross-entropy of words; its weight belongs to a model with many outputs."""
 
     def __init__(self):
         super().__init__()
@@ -97,11 +97,11 @@ def test_errors_over_seeds_are_at_most_torchs(called, name):
     assert errors["ours"] <= errors["torch"]
 
 
-# --- calls that are torch's ---
+# --- calls left to torch ---
 
 
 def run_of(model, **options):
-    """Run a model, of which only products, norms and attention may be replaced."""
+    """Run a model, in which only products, norms and attention may be replaced."""
     return accelerated(model, verbose=False, tune_operators=False, fast_dropout=False, **options)
 
 
@@ -127,7 +127,7 @@ def test_function_is_not_taken_unless_it_was_measured_to_be_faster(called, monke
 
 
 def normed(call):
-    """Return a call of RMS norms, with what makes products ignored."""
+    """Return a call of RMS norms that ignores the arguments for products."""
     return lambda a, b, bias: call(torch.randn(6, 20, 64, generator=torch.Generator().manual_seed(0)))
 
 
@@ -150,7 +150,7 @@ OTHERS = {
 
 
 def calling(function, name):
-    """Return a model with a layer of a kind, which calls a function instead."""
+    """Return a model with a layer of the named kind, whose forward is a function."""
     model = nn.RMSNorm(48) if "norm" in name else nn.Linear(48, 40)
     model.forward = function
     return model

@@ -1,4 +1,4 @@
-"""Attention of fp32 tensors in C is as exact as torch's where scores are saturated; see `test_exactness`, too."""
+"""Attention of fp32 tensors in C is as exact as torch's with saturated scores; see also `test_exactness`."""
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ pytestmark = pytest.mark.skipif(IN_FP32.kernel.unavailable is not None, reason=s
 @pytest.mark.parametrize("sizes", [(40, 30, 16), pytest.param((130, 130, 64), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_saturated_scores_are_as_exact_as_torch(scale, sizes, is_causal):
-    """Large scores whose rows have two close ones, as where a query meets two keys that are nearly the same.
+    """Large scores whose rows have two close ones, as for a query with two keys that are nearly equal.
 
-    Over seeds, since rows in which two other keys happen to be as close have most of the error.
+    Over several seeds, because rows in which two other keys happen to be as close dominate the error.
     """
     squares = torch.zeros(4, 2)
     for seed in range(24):

@@ -1,4 +1,4 @@
-"""A head and its loss are computed in chunks of rows, however the loss is written, and logits are what they were."""
+"""A head and its loss are computed in chunks of rows, however the loss is written, and logits are unchanged."""
 
 import copy
 import sys
@@ -107,7 +107,7 @@ def distilled(logits, y):
     return F.kl_div(F.log_softmax(logits, -1), teacher.expand_as(logits), reduction="batchmean") / 7
 
 
-#: Those that are computed in chunks.
+#: Losses that are computed in chunks.
 CHUNKED = {
     "nanoGPT": nano_gpt,
     "transformers": transformers,

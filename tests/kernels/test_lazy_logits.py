@@ -1,4 +1,4 @@
-"""What could read a lazy tensor gets its numbers, or an error, and never numbers that nobody has computed."""
+"""All access to a lazy tensor returns its values or raises an error, and never returns uncomputed values."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Norms have the same bits at every level of instructions; gradients of depthwise convolutions are near each other."""
+"""Norms have the same bits at every instruction level; gradients of depthwise convolutions are close to each other."""
 
 import ctypes
 import itertools
@@ -16,7 +16,7 @@ from nano_loop.kernels.norm import norms
 
 
 def of_norms():
-    """Those of layer norms depend on whether the compiler fuses products with weights and sums with biases."""
+    """Without layer norms, which depend on whether the compiler fuses multiplications and additions."""
     for kind, dtype, nhwc in itertools.product(KINDS[:2], (torch.bfloat16, torch.float32), (False, True)):
         case = case_of(kind, (3, 48, 13, 41), dtype, nhwc, groups=4)
         case.x[0, 0, 0, 0] = torch.nan

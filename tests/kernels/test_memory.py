@@ -1,4 +1,4 @@
-"""C functions are called with tensors as they are declared alone, and with memory that no default of torch changes."""
+"""C functions only accept tensors as declared, and get memory that no default setting of torch affects."""
 
 import ast
 import ctypes
@@ -34,20 +34,20 @@ KERNELS = {
     if isinstance(kernel, CompiledKernel)
 }
 FUNCTIONS = [(kernel, function) for kernel in KERNELS.values() for function in kernel.functions]
-#: The types of pointers to elements in C, by dtype; bytes and what a function reads in several dtypes have any.
+#: C types of pointers to elements, by dtype; bytes, and data read in several dtypes, may have any type.
 TYPES = {torch.bfloat16: "uint16_t", torch.float32: "float", torch.int64: "int64_t"}
 
 
 @functools.cache
 def preprocessed(name):
-    """The source of a kernel as the compiler reads it."""
+    """Return the source of a kernel after preprocessing."""
     source = ROOT / "csrc" / f"{name}.c"
     command = [*compiler.compiler_command(), "-fopenmp", *compiler.NATIVE.flags, "-E", "-P", str(source)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def pointers_of(kernel, function):
-    """The types of the pointers to elements that a function takes."""
+    """Return the types of the pointers to elements that a function accepts."""
     text = preprocessed(kernel.name)
     (parameters,) = re.findall(rf"\b(?:void|int) {function}\(([^)]*)\)\s*\{{", text)
     names = re.findall(r"(?:const )?(\w+) \*", parameters)
@@ -89,7 +89,7 @@ def test_bound_of_positions_is_that_of_the_c_file():
 
 
 def others(pointer):
-    """Tensors that a pointer does not take."""
+    """Yield tensors that a pointer rejects."""
     dtype = pointer.dtypes[0]
     tensor = torch.ones(4, 6).to(dtype)
     yield torch.ones(4, 6, dtype=torch.complex64)
@@ -155,7 +155,7 @@ def test_no_memory_is_of_torchs_default_dtype_or_device(path):
             assert {"dtype", "device"} <= {keyword.arg for keyword in node.keywords}, ast.unparse(node)
 
 
-# --- what a loop sees ---
+# --- visible effects in a loop ---
 
 
 def test_kernels_make_their_memory_on_the_cpu_under_any_default_device(called):

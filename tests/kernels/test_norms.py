@@ -1,4 +1,4 @@
-"""Norms in two passes keep layouts and numbers of equal elements, and leave to torch what they do not compute."""
+"""Norms in two passes keep layouts, handle equal elements, and leave unsupported calls to torch."""
 
 import pytest
 import torch

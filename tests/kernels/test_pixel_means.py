@@ -1,4 +1,4 @@
-"""Means over pixels have torch's bits, and gradients that are added as the images lie."""
+"""Means over pixels have torch's bits, and gradients that are added in the memory order of the images."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ OTHERS = {"channels": lambda x: x.mean(1), "rows": lambda x: x.mean(2), "all": l
 
 
 class Calls(nn.Module):
-    """Has a convolution, for `channels_last` to apply, and calls a function."""
+    """Has a convolution, so that `channels_last` applies, and calls a function."""
 
     def __init__(self, function):
         super().__init__()
@@ -36,7 +36,7 @@ def images(dtype=torch.bfloat16):
 
 
 def computed(function, x):
-    """Return the mean, its gradient, and the gradient of a penalty on that."""
+    """Return the mean, its gradient, and the gradient of a penalty on that gradient."""
     found = function(x)
     (gradient,) = torch.autograd.grad(found.float().exp().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(gradient.float().square().sum(), x)
@@ -44,7 +44,7 @@ def computed(function, x):
 
 
 def inside_and_outside(function, x):
-    """Return what is computed in a call of a set-up model, and outside of it during the run."""
+    """Return the results inside a call of a set-up model, and outside it during the run."""
     inside = []
     model = Calls(lambda x: inside.extend(computed(function, x)))
     with accelerated(model, channels_last=True, verbose=False) as run:
@@ -61,13 +61,13 @@ def test_means_and_gradients_have_torch_s_bits(name, dtype):
     inside, outside = inside_and_outside(function, x)
     assert all(map(torch.equal, outside, plain))
     assert all(map(torch.equal, inside[:2], plain))
-    # The gradient of a gradient is a sum over pixels, in the order in which they lie, and divided after it.
+    # The second gradient is a sum over pixels in memory order, and divided afterwards.
     torch.testing.assert_close(inside[2], plain[2], rtol=1e-5 if dtype is torch.float32 else 2**-7, atol=0)
     for found in (inside, outside):
         assert [(each.dtype, each.shape) for each in found] == [(each.dtype, each.shape) for each in plain]
     assert outside[1].stride() == plain[1].stride()
     if name in MEANS:
         assert plain[1].is_contiguous()
-        assert inside[1].stride()[2:] == (0, 0)  # it is not written
+        assert inside[1].stride()[2:] == (0, 0)  # expanded, not materialized
         for total in (inside[1] + x, x + inside[1], torch.relu(x) * inside[1]):
             assert total.is_contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""Products in blocks round fp32 factors as torch casts them, and take batches and parts of larger matrices."""
+"""Products in blocks round fp32 factors as torch casts them, and accept batches and parts of larger matrices."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(module.KERNEL.unavailable is not None, reason=st
 
 @pytest.fixture(autouse=True, params=["AVX-512", *["AMX"] * module.KERNEL.uses_amx])
 def instructions(request, monkeypatch):
-    """Have products computed by these instructions."""
+    """Compute products with these instructions."""
     monkeypatch.setattr(module.KERNEL, "uses_amx", request.param == "AMX")
 
 
@@ -59,7 +59,7 @@ def test_fp32_factors_are_rounded_as_torch_casts_them(threads, sizes, a_transpos
 
 
 def transposed_if(is_transposed, made):
-    """Return equal numbers, of which the columns lie side by side where `is_transposed`."""
+    """Return equal values, stored by columns if `is_transposed`."""
     return made.t().contiguous().t() if is_transposed else made
 
 
@@ -97,7 +97,7 @@ def test_parts_of_larger_matrices_are_read_where_they_lie_and_written_where_aske
 
 
 def test_fewer_threads_than_asked_for_compute_all_parts():
-    """OpenMP gives what a limit leaves. torch's own bf16 products are wrong then, so these are compared in numpy."""
+    """OpenMP may return fewer threads. torch's bf16 products are then wrong, so these are compared in numpy."""
     code = (
         "import torch; from nano_loop.kernels.linear.product import product\n"
         "from nano_loop.kernels.convolution.weight_gradient import *\n"

@@ -1,4 +1,4 @@
-"""Recurrent layers in C are as exact as torch's, forward and backward, for any sizes, and leave torch the rest."""
+"""Recurrent layers in C are as exact as torch's, forward and backward, for any size, or are left to torch."""
 
 import contextlib
 import copy
@@ -38,7 +38,7 @@ KINDS = {
     ),
 }
 EACH = pytest.mark.parametrize("kind", KINDS)
-#: Whether products round where that is asked for.
+#: Whether products round if requested.
 HAS_BF16 = product.KERNEL.unavailable is None
 
 
@@ -89,7 +89,7 @@ def tensors_in(value):
 
 
 def results(model, x, state=None, dtype=torch.float32, used=None, seed=3):
-    """Return the outputs, and the gradients of inputs, states and weights from random ones of the outputs."""
+    """Return the outputs, and the gradients of inputs, states and weights for random gradients of the outputs."""
     model, leaves = copy.deepcopy(model).to(dtype), []
 
     def leaf(tensor):
@@ -126,7 +126,7 @@ def assert_right(called, *args, in_bf16=False, **kwargs):
     assert {"recurrence_forward", "recurrence_backward"} <= set(called)
     for ours, other, right in zip(computed, torchs, exact, strict=True):
         assert ours.shape == right.shape
-        # Of a sum that cancels, either error is chance.
+        # With cancellation, either error is random.
         assert error(ours, right) <= max(unit * max(1.0, right.abs().max().item()), 3 * error(other, right))
 
 
@@ -162,7 +162,7 @@ def test_any_sizes_are_right(
         model = layer(kind, *sizes, layers, seed=seed, **options)
         lengths = torch.randint(1, steps + 1, (batch,)).tolist() if is_packed else None
         x = inputs_of(model, max(lengths) if is_packed else steps, batch, lengths, seed)
-        in_bf16 = in_bf16 and kind != "relu"  # whose gradient jumps where rounding moves a sum past 0
+        in_bf16 = in_bf16 and kind != "relu"  # its gradient jumps if rounding moves a sum past 0
         assert_right(names, model, x, state_of(model, batch) if has_state else None, in_bf16=in_bf16)
 
 
@@ -182,7 +182,7 @@ def test_errors_are_not_larger_than_those_of_torch(kind, hidden, steps):
     ours, torchs = torch.tensor(squares, dtype=torch.float64).mean(0).sqrt().unbind(1)
     is_large = torch.tensor([tensor.numel() > 1000 for tensor in exact])
     assert (ours <= torchs)[is_large].all()
-    assert (ours / torchs).square().mean() <= 1  # that of a bias is chance
+    assert (ours / torchs).square().mean() <= 1  # the error of a bias is random
 
 
 @EACH
@@ -314,10 +314,10 @@ def test_in_reduced_precision_it_is_as_exact_as_torch_with_its_dtypes(called, ki
     ("kind", "units", "steps", "sequences", "is_ours"),
     [
         *((kind, 48, 20, 16, True) for kind in KINDS),
-        *((kind, 48, 7, 16, False) for kind in ("tanh", "relu", "GRU")),  # of so few steps torch's operators are faster
+        *((kind, 48, 7, 16, False) for kind in ("tanh", "relu", "GRU")),  # torch's operators are faster with few steps
         ("LSTM", 64, 8, 32, True),
         ("LSTM", 128, 8, 128, True),
-        ("LSTM", 200, 8, 128, False),  # of large steps oneDNN is faster
+        ("LSTM", 200, 8, 128, False),  # oneDNN is faster with large steps
         ("LSTM", 300, 8, 4, False),
     ],
 )
@@ -347,7 +347,7 @@ def test_gradients_that_are_not_needed_are_not_computed(called):
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden", [45, 300])
 def test_fewer_threads_than_asked_for_compute_all_parts(hidden):
-    """OpenMP gives what a limit leaves. torch's own bf16 products are wrong then, so this is compared by files."""
+    """OpenMP may return fewer threads. torch's bf16 products are then wrong, so this is compared through files."""
     code = (
         "import sys, torch\n"
         "from nano_loop.kernels.rnn.recurrence import recurrence\n"

@@ -1,4 +1,4 @@
-"""The weight's gradient in blocks is laid out as the weight, rounds fp32 numbers, and is a guess where it pays."""
+"""The weight's gradient in blocks has the weight's layout, rounds fp32 values, and is the default if it pays off."""
 
 import math
 
@@ -22,7 +22,7 @@ ANY_SIZES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture]
 
 @pytest.fixture(autouse=True, params=["AVX-512", *["AMX"] * weight_gradient.KERNEL.uses_amx])
 def instructions(request, monkeypatch):
-    """Have the weight's gradients computed by these instructions, and those of inputs by torch."""
+    """Compute weight gradients with these instructions, and input gradients with torch."""
     monkeypatch.setattr(weight_gradient.KERNEL, "uses_amx", request.param == "AMX")
     monkeypatch.setattr(blocked_convolution.KERNEL, "uses_amx", False)
 
@@ -71,7 +71,7 @@ def test_parts_of_larger_tensors_are_read_where_they_lie():
 )
 def test_numbers_in_fp32_are_rounded_and_sums_are_not(sizes):
     given = arguments(**sizes)
-    tensors = [tensor + 1e-3 * tensor.float() for tensor in given[:3]]  # no numbers in bf16
+    tensors = [tensor + 1e-3 * tensor.float() for tensor in given[:3]]  # not representable in bf16
     found = gradients(given._replace(**dict(zip(given._fields, tensors, strict=False))), rounds_inputs=True)
     rounded = given._replace(**{name: tensor.bfloat16() for name, tensor in zip(given._fields, tensors, strict=False)})
     (reference,) = WEIGHT_GRADIENT.of_fp64(rounded)

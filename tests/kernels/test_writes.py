@@ -1,4 +1,4 @@
-"""A program may write to what functions take and return, and cut gradients, as with torch's own functions."""
+"""A program may write to inputs and outputs of functions, and cut gradients, as with torch's own functions."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),  # torch's own
 ]
-#: Rows in fp32, by the first one of each autograd function: the others are slow.
+#: Rows in fp32. The first one of each autograd function is fast, the others are slow.
 IN_FP32 = [name for name, row in ROWS.items() if "precision" not in row.options]
 FIRST = {function: name for name in reversed(IN_FP32) for function in ROWS[name].functions}.values()
 EACH_ROW = pytest.mark.parametrize(
@@ -25,7 +25,7 @@ EACH_ROW = pytest.mark.parametrize(
 
 
 class Cut(torch.autograd.Function):
-    """Returns no gradient, as that of `torch.sign` or a straight-through estimator that is cut."""
+    """Returns no gradient, like `torch.sign` or a cut straight-through estimator."""
 
     @staticmethod
     def forward(ctx, x):
@@ -49,7 +49,7 @@ def cut(tensor):
 
 
 class Calls(TorchFunctionMode):
-    """Notes the tensors that functions of torch take and return, and changes the results of one of them."""
+    """Records the inputs and outputs of torch functions, and changes the results of one of them."""
 
     def __init__(self, place=None, change=None):
         super().__init__()
@@ -71,7 +71,7 @@ class Calls(TorchFunctionMode):
 
 
 class Recorded(nn.Module):
-    """Calls a module inside of a mode, which does not see what a run does around the call."""
+    """Calls a module inside a mode, which does not see the run's work around the call."""
 
     def __init__(self, module):
         super().__init__()
@@ -83,7 +83,7 @@ class Recorded(nn.Module):
 
 
 class Model:
-    """The model of a row, with the leaves of its graph, which are as they were after each call."""
+    """The model of a row, with the leaves of its graph, which are restored after each call."""
 
     def __init__(self, row, has_gradient):
         torch.manual_seed(0)
@@ -95,7 +95,7 @@ class Model:
         self.wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
 
     def gradients(self, calls, write=None):
-        """Return the gradients, or the error that there is. `write` is the place of a tensor in `calls.tensors`."""
+        """Return the gradients, or the error raised. `write` is the index of a tensor in `calls.tensors`."""
         before = [leaf.detach().clone() for leaf in self.leaves]
         torch.manual_seed(1)
         try:
@@ -127,7 +127,7 @@ def is_near(found, expected):
 
 @pytest.fixture(params=[pytest.param(True, id="of all"), pytest.param(False, id="of weights")])
 def compared(request, name, everything_in_c):
-    """Two models of a row, plain and in a run, and what a function returns of both."""
+    """Two models of a row, plain and in a run, and the results of a function for both."""
     row = ROWS[name]
     plain, ours = (Model(row, request.param) for _ in range(2))
 
@@ -158,7 +158,7 @@ def test_results_have_torchs_strides_and_are_views_where_torchs_are(compared):
 
 @EACH_ROW
 def test_what_is_written_to_between_forward_and_backward_is_not_read_or_is_an_error(compared):
-    """Where torch computes, so does nano_loop; where torch raises, it raises or is right."""
+    """If torch computes, so does nano_loop; if torch raises, nano_loop raises or is right."""
 
     def outcomes(model):
         calls = Calls()

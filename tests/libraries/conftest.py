@@ -6,9 +6,9 @@ import torch
 from benchmarks.libraries import PROGRAMS
 from benchmarks.libraries.programs import seed
 
-#: The programs of this environment.
+#: The programs that this environment supports.
 HERE = [name for name, program in PROGRAMS.items() if torch.__version__.startswith(program.torch)]
-# What these need is in the other environment.
+# The requirements of these are in the other environment.
 collect_ignore = (
     ["test_fastai_optimizers.py"]
     if "skorch" in HERE
@@ -17,7 +17,7 @@ collect_ignore = (
 
 
 def pytest_collection_modifyitems(items):
-    """Let libraries warn, but not nano_loop."""
+    """Allow warnings of libraries, but not of nano_loop."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             for rule in ("ignore", "error::nano_loop.NanoWarning", "ignore:.*this CPU has no bf16 instructions"):
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def settings_of_libraries():
-    """Let libraries look for nothing on the network, and Keras compute by torch."""
+    """Disable network access of libraries, and make Keras use torch."""
     patch = pytest.MonkeyPatch()
     patch.setenv("HF_HUB_OFFLINE", "1")
     patch.setenv("KERAS_BACKEND", "torch")
@@ -48,6 +48,6 @@ def are_equal(weights, others):
 
 @pytest.fixture(scope="module", params=HERE)
 def plain(request):
-    """A program, and what it trains without nano_loop. Its library has then left in the process what it leaves."""
-    train(request.param)  # the first fit of a library may draw random numbers that later ones do not
+    """A program and its results without nano_loop. The library has then made its lasting changes to the process."""
+    train(request.param)  # a library's first fit may draw random numbers that later ones do not
     return request.param, *train(request.param)

@@ -1,4 +1,4 @@
-"""Models that fastai's optimizers train are set up, and train as by themselves, within rounding."""
+"""Models with fastai's optimizers are set up, and train as without nano_loop, within rounding."""
 
 import pytest
 import torch

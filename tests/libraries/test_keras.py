@@ -1,4 +1,4 @@
-"""Keras on torch: models are set up, train as by themselves, and layers are known."""
+"""Keras on torch: models are set up, train as without nano_loop, and layers are recognized."""
 
 import os
 

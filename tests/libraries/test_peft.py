@@ -1,4 +1,4 @@
-"""Language models of transformers with adapters of PEFT: what PEFT does with frozen weights holds in the next call."""
+"""Language models of transformers with PEFT adapters: what PEFT does to frozen weights applies in the next call."""
 
 import copy
 
@@ -78,7 +78,7 @@ def merged_for_good(model, folder):
 
 
 def trained(kind, change, folder, by_hand, frozen):
-    """Return what three parts of a training show, between which the adapters change."""
+    """Return the results of three parts of a training, between which the adapters change."""
     model, seen = model_of(kind), []
     if by_hand and frozen == "bf16":
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""What libraries train is accelerated where they train it, without a line, and computes what it does without."""
+"""Models that libraries train are accelerated within the libraries, without a code change, with equal results."""
 
 import math
 
@@ -10,7 +10,7 @@ from .conftest import HERE, are_equal, train
 
 
 def train_with(name, **options):
-    """Return what a program trains in the ambient mode, and the report."""
+    """Return the results of a program in the ambient mode, and the report."""
     nano_loop.install(verbose=False, **options)
     try:
         return *train(name), nano_loop.report()
@@ -36,7 +36,7 @@ def test_fit_in_auto_ends_with_the_loss_of_a_plain_one_and_optimizers_of_torch_a
     _, auto_loss, report = train_with(name, precision="auto")
     assert math.isclose(auto_loss, loss, rel_tol=0.02)
     assert models_of(report) == {*PROGRAMS[name].models}
-    # Optimizers of other libraries step by their own code.
+    # Optimizers of other libraries step with their own code.
     assert ("fused_optimizer" in report.applied) == (name != "keras")
     assert not any(result.code == "not_set_up" for result in report.results)
 

@@ -1,4 +1,4 @@
-"""A script of a library trains to the same weights however it is started, and whether it installs nano_loop itself."""
+"""A script of a library trains the same weights however it is started, with and without `install` at its top."""
 
 import os
 import subprocess
@@ -46,7 +46,7 @@ STARTS = {
 
 
 def started(folder, arguments):
-    """Return the weights that a Python with these arguments saves, and what it writes to standard error."""
+    """Return the weights saved by a Python with these arguments, and its standard error."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, *arguments, str(folder / "weights.pt")]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -55,7 +55,7 @@ def started(folder, arguments):
 
 
 def in_a_notebook(folder, cells):
-    """Return the same of a notebook."""
+    """Do the same in a notebook."""
     cells = [f"import sys\nsys.argv = ['', {str(folder / 'weights.pt')!r}]", *cells]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(folder)}}).execute()
@@ -65,7 +65,7 @@ def in_a_notebook(folder, cells):
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
-    """By script, a folder with it as it is and with `install` at its top, and the weights that it trains as it is."""
+    """By script, a folder with the script and a copy with `install` at its top, and the weights of the original."""
     made = {}
     for name, text in SCRIPTS.items():
         folder = tmp_path_factory.mktemp(name)
@@ -75,7 +75,7 @@ def scripts(tmp_path_factory):
     return made
 
 
-@pytest.mark.timeout(300)  # a search starts Pythons of its own
+@pytest.mark.timeout(300)  # a search starts its own processes
 @pytest.mark.parametrize(
     ("script", "start"),
     [*(("fit", start) for start in (*STARTS, "notebook")), ("search", "run"), ("search", "install")],

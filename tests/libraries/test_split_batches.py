@@ -1,4 +1,4 @@
-"""Graphs of PyG whose batches ranks share: the weights of the plain loop."""
+"""PyG graphs whose batches are split among ranks: the weights are the plain loop's."""
 
 import warnings
 
@@ -28,7 +28,7 @@ class Graphs(torch.nn.Module):
 
 
 def ring(nodes):
-    """A graph with the given number of nodes. Its class follows from their features."""
+    """Return a graph with the given number of nodes. Its class follows from their features."""
     x = torch.randn(nodes, 4, dtype=torch.float64)
     places = torch.arange(nodes)
     edges = torch.stack([torch.cat([places, places.roll(1)]), torch.cat([places.roll(1), places])])
@@ -59,7 +59,7 @@ class Shared(TorchNano):
 
 @needs_kernels
 def test_graphs_of_pyg_are_shared():
-    with warnings.catch_warnings():  # PyG's table of functions by operators is not compared
+    with warnings.catch_warnings():  # PyG's table of functions by operator is not compared
         warnings.filterwarnings("ignore", r"torch_geometric\.index\.HANDLED_FUNCTIONS")
         shared = Shared(**OPTIONS, split_batches=True).train()
     for found, expected in zip(shared, fit(Plain()), strict=True):

@@ -1,4 +1,4 @@
-"""Libraries over Lightning take the strategy's name with options for their Trainers, and keep, copy and save it."""
+"""Libraries on top of Lightning pass the strategy's name with options to their Trainers, and keep, copy and save it."""
 
 import pytest
 

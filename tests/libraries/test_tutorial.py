@@ -1,4 +1,4 @@
-"""The tutorial about language models runs, and prints what it says, as a script and in a notebook."""
+"""The language model tutorial runs, and prints what it shows, as a script and in a notebook."""
 
 import pytest
 from scripts.snippets import as_a_script, check, in_a_notebook

@@ -1,1 +1,1 @@
-"""Untouched PyTorch loops, each run plain and accelerated, with equal results."""
+"""Unmodified PyTorch loops, each run plain and accelerated, must have equal results."""

@@ -1,4 +1,4 @@
-"""Walks through values nested in lists, tuples, dicts, dataclasses and packed sequences."""
+"""Traverses values nested in lists, tuples, dicts, dataclasses and packed sequences."""
 
 import copy
 import dataclasses
@@ -7,7 +7,7 @@ import torch
 
 
 def mapped(value, change):
-    """`value` with `change` applied to each tensor in it; its containers keep their types."""
+    """Return `value` with `change` applied to each tensor in it; containers keep their types."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -29,8 +29,8 @@ def differences(actual, expected, tolerance=0.0, path="result"):
     """
     Yield a line for each place where two nested values differ.
 
-    `tolerance` is relative to the largest magnitude in each expected tensor; 0 asks for equality bit for bit
-    (NaN equals NaN). Types, keys, shapes, dtypes and layouts must be the same at any tolerance.
+    `tolerance` is relative to the largest magnitude in each expected tensor; 0 requires bit-for-bit equality (NaN
+    equals NaN). Types, keys, shapes, dtypes and layouts must be equal at any tolerance.
     """
     if type(actual) is not type(expected):
         yield f"{path}: {type(actual)} for {type(expected)}"
@@ -78,7 +78,7 @@ def tensor_differences(actual, expected, tolerance, path):
 
 
 def leaves(value, path="result"):
-    """Yield each value that is no container, with its place."""
+    """Yield each value that is not a container, with its path."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from leaves(item, f"{path}[{key!r}]")

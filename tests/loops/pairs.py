@@ -1,4 +1,4 @@
-"""Runs one training loop plain, by hand and accelerated, and holds what comes out against each other."""
+"""Runs one training loop plain, by hand and accelerated, and compares the results."""
 
 import atexit
 import contextlib
@@ -30,21 +30,21 @@ from .nested import differences, leaves, mapped
 from .records import laid_otherwise, record, record_strides, surroundings
 from .rounded import RoundedProducts
 
-# What later versions may switch on by themselves with reduced precision, and what changes numerics then.
+# Steps that reduced precision might enable by default, and steps that change the numerics.
 SAME_NUMERICS = {"fast_dropout": False, "fast_attention": False, "fast_convolution": False, "fast_norm": False}
 
 
 @dataclass(frozen=True)
 class Config:
-    """One way to accelerate a loop, and how near it must come to the loop that does the same by hand."""
+    """One way to accelerate a loop, and how close it must be to a loop that does the same by hand."""
 
     name: str
     options: dict = field(default_factory=dict)
     tolerance: float = 0.0  # relative to each tensor's largest value; 0 is bit for bit
-    subclass: bool = False  # through TorchNano.setup where the arguments allow it, else the decorator
+    subclass: bool = False  # through TorchNano.setup if the arguments allow it, otherwise the decorator
     raises: bool = False  # the loop ends by raising, which must leave as little behind as returning
-    within_spread: bool = False  # as near as the loop by hand comes to itself; see `spread`
-    spreads: float = 1.0  # how many times that, of so many numbers that one is always the farthest
+    within_spread: bool = False  # as close as the loop by hand is to itself; see `spread`
+    spreads: float = 1.0  # factor of the spread, larger if so many values are compared that one is always an outlier
 
     @property
     def bf16(self):
@@ -56,7 +56,7 @@ class Config:
 
     @property
     def products(self):
-        """To what products round. Such a run is in fp32 on CPUs without bf16 instructions, and before torch 2.9."""
+        """Dtype to which products round; None, so fp32, on CPUs without bf16 instructions and before torch 2.9."""
         asked_for = {"bf16-products": torch.bfloat16, 16: torch.float16}.get(self.options.get("precision"))
         is_possible = gives_kernels() and (asked_for is torch.float16 or read_machine().has_fast_bf16)
         return asked_for if is_possible else None
@@ -70,15 +70,15 @@ class Config:
         return self.options.get("channels_last", False)
 
 
-# Without the fused optimizers no step changes a number under bf16 either. By hand, the weights are channels_last too,
-# and so are copies of the model; ours are not, and a sum in another order differs by 1e-7.
+# Without the fused optimizers, no step changes the values under bf16 either. By hand, the weights and copies of the
+# model are channels_last too; ours are not, and a different order of summation differs by 1e-7.
 EXACT = Config("exact", {"exact": True})
 FUSED = Config("fused", {}, tolerance=1e-5, subclass=True, raises=True)
 BF16 = Config("bf16", {"precision": "bf16", "fused_optimizer": False, **SAME_NUMERICS}, raises=True)
-# What precision="bf16" alone gives: the fused optimizer, and kernels that sum in another order.
+# The defaults of precision="bf16": the fused optimizer, and kernels that sum in another order.
 SHIPPED = Config("bf16-as-shipped", {"precision": "bf16"}, within_spread=True)
 SHIPPED_NHWC = replace(SHIPPED, name="channels_last-as-shipped", options={"precision": "bf16", "channels_last": True})
-# What rounds the inputs of every product.
+# Rounds the inputs of every product.
 PRODUCTS = Config("bf16-products", {"precision": "bf16-products"}, within_spread=True)
 PRODUCTS_NHWC = replace(PRODUCTS, name="channels_last-products", options={**PRODUCTS.options, "channels_last": True})
 FP64 = Config("fp64", {"precision": 64, "fused_optimizer": False})
@@ -87,15 +87,15 @@ NHWC = Config("channels_last", {"channels_last": True, "fused_optimizer": False}
 NHWC_FUSED = replace(FUSED, name="channels_last-fused", options={"channels_last": True})
 NHWC_BF16 = Config("channels_last-bf16", {**BF16.options, "channels_last": True}, tolerance=1e-6, subclass=True)
 
-# With IPEX the loop by hand runs its kernels too, for the accelerated loop is run first, and they stay registered. So
-# it is also held against the loop by hand in a process without them, as near as sums in another order come.
+# With IPEX, the loop by hand uses IPEX's kernels too, which stay registered after the accelerated loop. So results are
+# also compared with a loop by hand in a process without IPEX, within a tolerance for the order of summation.
 IPEX = Config("ipex", {"use_ipex": True, "fused_optimizer": False}, raises=True)
 IPEX_BF16 = Config("ipex-bf16", {**BF16.options, "use_ipex": True}, subclass=True)
 IPEX_NHWC_BF16 = replace(NHWC_BF16, name="ipex-channels_last-bf16", options={**NHWC_BF16.options, "use_ipex": True})
 
 
 def has_ipex():
-    """Whether this is the environment that `make test-ipex` sets up."""
+    """Whether this is the environment that `make test-ipex` creates."""
     names = {each.name for each in importlib.metadata.distributions()}
     return "intel-extension-for-pytorch" in {str(name).lower().replace("_", "-") for name in names}
 
@@ -118,16 +118,16 @@ OF_IPEX = {False: 1e-5, True: 0.02}  # relative to each tensor's largest value, 
 
 
 class FinishedError(Exception):
-    """Raised at a loop's end, carrying its result."""
+    """Raised at the end of a loop, carrying its result."""
 
 
 def untouched(call):
-    """What the plain and the accelerated loop have around each call into the model: nothing."""
+    """Return the call unchanged, as the plain and the accelerated loop use it."""
     return call
 
 
 def written_by_hand(config, caches_casts=True):
-    """What a person would write around each call into the model to have what `config` asks for."""
+    """Return the wrapper that a person would write around each call into the model to get the effect of `config`."""
 
     def around(call):
         @functools.wraps(call)
@@ -167,7 +167,7 @@ def from_fp64(tensor):
     return tensor.float() if tensor.dtype == torch.float64 and not isinstance(tensor, nn.Parameter) else tensor
 
 
-# What autocast does for a model, it does whichever optimizer trains that, in fp32.
+# Autocast has the same effect on a model whichever optimizer trains it, in fp32.
 OF_MODELS = (BF16, NHWC_BF16, SHIPPED, SHIPPED_NHWC)
 WRAPPED_TWICE = "timm_lookahead"  # its inner optimizer has separate state, which fp64 by hand does not convert
 ROUNDED = (PRODUCTS, PRODUCTS_NHWC, FP16)
@@ -177,21 +177,20 @@ def pair(
     *builds, configs=ALL, without=(), trains_lstms=False, repeats_weights=False, repeats=(), kernels_in_bf16=False
 ):
     """
-    Turn a loop into a test that it does the same plain and accelerated.
+    Turn a loop into a test that it computes the same plain and accelerated.
 
-    Each of `builds` gives a new dict of the loop's arguments, the same for the same seed. The loop takes them
-    by name, and `by_hand`, which it puts around its calls into the model; it returns what is worth comparing.
+    Each of `builds` returns a new dict of the loop's arguments, equal for the same seed. The loop accepts them by name,
+    plus `by_hand`, which it applies to its calls into the model; it returns the values to compare.
 
-    `without` has the configs for which `written_by_hand` does not write the same by hand. In fp64, calls of submodules
-    in the loop, and of the model in a method that the loop calls, have fp32 outputs by hand, and the other way round.
-    `RoundedProducts` does not see products in recomputed, composed and transformed code, nor those of second
-    derivatives. torch has no LSTM in bf16 to train by hand on every CPU. Where the model uses a weight several times in
-    a call, its gradients are added in fp32 without autocast's cache.
+    `without` has the configs for which `written_by_hand` is not equivalent. In fp64, calls of submodules in the loop,
+    and of the model in a method that the loop calls, have fp32 outputs by hand, and vice versa. `RoundedProducts` does
+    not see products in recomputed, composed and transformed code, or in second derivatives. On some CPUs torch cannot
+    train LSTMs in bf16. If the model uses a weight several times per call, its gradients are added in fp32 without
+    autocast's cache.
 
-    `repeats` has the configs under which the loop shows what it shows under others. Those, and what autocast does for
-    a model of an earlier build, are for `make test-all`. So is `EXACT` where `BF16` is held bit for bit, too, and
-    `SHIPPED`, which adds to `FUSED` and `BF16` the kernels in bf16, but for loops over images and where
-    `kernels_in_bf16`.
+    `repeats` has the configs that add no coverage for this loop. They, and autocast for a model of an earlier build,
+    run in `make test-all` only. So does `EXACT` if `BF16` is compared bit for bit, too, and `SHIPPED`, which adds only
+    kernels in bf16 to `FUSED` and `BF16`, except for loops over images and with `kernels_in_bf16`.
     """
     models = [getattr(build, "model", build) for build in builds]
 
@@ -236,7 +235,7 @@ def pair(
 
 @functools.cache
 def takes_images(build):
-    """Whether a model of the loop is one that channels_last=True applies to."""
+    """Whether a model of the loop is one to which channels_last=True applies."""
     models = [value for value in build().values() if isinstance(value, nn.Module)]
     return any(parameter.dim() in (4, 5) for model in models for parameter in model.parameters())
 
@@ -246,13 +245,13 @@ def case_id(build, config):
 
 
 def check(build, loop, config, caches_casts=True):
-    """Fail with every difference between the loop accelerated and the loop by hand."""
+    """Fail with every difference between the accelerated loop and the loop by hand."""
 
     def run_by_hand():
         return run_plain(build, loop, written_by_hand(config, caches_casts), config.channels_last, config.dtype)
 
     if config.dtype and raises_about_dtypes(run_by_hand):
-        raises_about_dtypes(lambda: run_accelerated(build, loop, config))  # or not, for each module casts its inputs
+        raises_about_dtypes(lambda: run_accelerated(build, loop, config))  # may pass: modules cast their inputs
         return
     actual, threads = run_accelerated(build, loop, config)
     with computing_with(threads):
@@ -281,17 +280,16 @@ def raises_about_dtypes(run):
     return False
 
 
-# bf16 keeps 8 bits of a number, so it rounds a weight by up to 2⁻⁹ of it. Two loops whose weights begin within that of
-# each other are the same loop, as far as bf16 can tell, and so are two that sum in another order.
+# bf16 has 8 significant bits, so it rounds a weight by a factor of up to 2⁻⁹. Two loops whose initial weights differ by
+# less are the same loop as far as bf16 can tell, and so are two that sum in different orders.
 ROUNDING, VARIANTS = 2.0**-9, 16
 
 
 def beyond_spread(build, loop, config, actual, expected):
-    """Return a line for each place that is farther from the loop by hand than this comes from itself; see `spread`.
+    """Return a line for each value that is farther from the loop by hand than the spread; see `spread`.
 
-    On CPUs without bf16 instructions, torch's convolutions in bf16 add up in bf16, so that ours, which add up in fp32,
-    differ by as much as torch's err. There a place is also right if it is no farther from the same loop in fp32 than
-    the variants are.
+    On CPUs without bf16 instructions, torch's bf16 convolutions accumulate in bf16 and ours in fp32, so they differ by
+    torch's error. There, a value also passes if it is no farther from the same loop in fp32 than the variants are.
     """
 
     def variants():
@@ -301,7 +299,7 @@ def beyond_spread(build, loop, config, actual, expected):
     allowed, many = {}, []
     found = beyond(allowed, actual, expected, config.spreads)
     for variant in variants():
-        if not found:  # nor would anything be beyond what more variants allow
+        if not found:  # more variants could only allow more
             break
         many.append(variant)
         allowed = spread([variant], expected, allowed)
@@ -310,16 +308,16 @@ def beyond_spread(build, loop, config, actual, expected):
         exact = run_plain(build, loop, untouched, config.channels_last)["seen"]
         allowed = spread([expected, *many], exact)
         farther = beyond(allowed, actual, exact, config.spreads)
-        # None: they differ in more than numbers, so that nothing is known.
+        # None: types or shapes differ, so the spread is unknown.
         found = {place: line for place, line in found.items() if place in farther or allowed.get(place, 0) is None}
     return [*found.values()]
 
 
 def spread(variants, expected, before=()):
-    """How far the loop by hand comes from itself when its first weights are moved by no more than bf16 rounds them.
+    """Return how far the loop by hand is from itself if its initial weights move by no more than bf16's rounding.
 
-    By each place, the largest absolute error of several such loops, besides those before; None where they differ in
-    more than numbers.
+    For each path, the largest absolute error of several such loops, including those `before`; None if types or shapes
+    differ.
     """
     found = dict(before)
     for variant in variants:
@@ -329,7 +327,7 @@ def spread(variants, expected, before=()):
 
 
 def moved(build, seed):
-    """`build` with the parameters of its models moved by up to bf16's rounding error."""
+    """Return `build` with the parameters of its models moved by up to bf16's rounding error."""
 
     def build_and_move():
         arguments = build()
@@ -345,7 +343,7 @@ def moved(build, seed):
 
 
 def beyond(allowed, actual, expected, spreads=1.0):
-    """Return a line for each place where two values differ by more than the spread and what fused optimizers round."""
+    """Return a line for each path where two values differ by more than the spread and the fused optimizers round."""
     values, found = dict(leaves(expected)), {}
     for place, error in errors(actual, expected):
         most = allowed.get(place, 0.0)
@@ -364,7 +362,7 @@ def largest(value):
 
 
 def errors(actual, expected):
-    """Yield each place where two nested values differ, with the largest error; None where not in numbers alone."""
+    """Yield each path where two nested values differ, with the largest error; None if types or shapes differ."""
     ours, theirs = dict(leaves(actual)), dict(leaves(expected))
     for place in {**ours, **theirs}:
         error = error_of(ours.get(place), theirs.get(place))
@@ -386,7 +384,7 @@ def error_of(one, other):
 
 
 def without_ipex(actual, build, loop, config, threads):
-    """Differences to the loop by hand in a process that never imports IPEX."""
+    """Yield differences from the loop by hand in a process that never imports IPEX."""
     if not config.options.get("use_ipex"):
         return
     (expected,) = process_without_ipex()(seen_there, build, loop, config, threads)
@@ -417,7 +415,7 @@ def run_plain(build, loop, by_hand=untouched, channels_last=False, dtype=None):
 
 @contextlib.contextmanager
 def converted(arguments, dtype):
-    """Convert models and the state of optimizers as by hand, and back at the end."""
+    """Convert models and optimizer states as a person would, and back at the end."""
     if dtype is None:
         yield
         return
@@ -441,7 +439,7 @@ def convert_all(value, dtype):
 
 
 def run_accelerated(build, loop, config):
-    """The outcome, and the number of threads the loop had. Fails when the run left anything behind."""
+    """Return the outcome and the number of threads of the loop. Fail if the run left anything behind."""
     arguments = built(build)
     threads = []
 
@@ -501,7 +499,7 @@ def is_model(value):
 
 
 def built(build):
-    """New arguments; the random generators then stand where they always stand at a loop's start."""
+    """Return new arguments, with the random generators in the state that every loop starts with."""
     seed_all(0)
     arguments = build()
     seed_all(1)
@@ -509,7 +507,7 @@ def built(build):
 
 
 def seed_all(seed):
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed also notes the stack, for CUDA
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also record the stack, for CUDA
     random.seed(seed)
     numpy.random.seed(seed)
 
@@ -531,7 +529,7 @@ def computing_with(threads):
 
 @contextlib.contextmanager
 def every_size_worth_it(config):
-    """Let kernels of ours compute what is too small to pay, for the models of these loops are small."""
+    """Lower nano_loop's size thresholds, because the models of these loops are small."""
     with pytest.MonkeyPatch.context() as patch:
         if config.within_spread:
             patch.setattr(attention, "MIN_SCORES", 1)
@@ -560,7 +558,7 @@ def left_as_found():
 
 
 def named(name, build, model=None):
-    """`build` with the name that its tests carry, and what makes its model, if that is known."""
+    """Return `build` with the name for its tests, and the function that makes its model, if known."""
     named_build = functools.partial(build)
     named_build.name = name
     if model is not None:

@@ -1,4 +1,4 @@
-"""What can be seen from outside: of a model, an optimizer, a scheduler, a loader, and of the process."""
+"""Records the visible state of a model, optimizer, scheduler or loader, and of the process."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ THREADS_OF_OTHERS = ("ThreadPoolExecutor", "tqdm_monitor")
 
 
 def record(value):
-    """Everything worth comparing of `value`, as nested dicts and lists of tensors and plain values."""
+    """Return everything worth comparing about `value`, as nested dicts and lists of tensors and plain values."""
     if isinstance(value, nn.Module):
         return record_model(value)
     if isinstance(value, torch.optim.Optimizer):
@@ -55,7 +55,7 @@ def record_tensor(tensor):
 
 
 def record_hooks(owner):
-    """Who is hooked onto a module or an optimizer, by the name of each dict of hooks."""
+    """Return the owners of the hooks on a module or an optimizer, by the name of each dict of hooks."""
     found = {key: value for key, value in vars(owner).items() if "hooks" in key and isinstance(value, dict)}
     return {key: [getattr(h, "__qualname__", type(h)) for h in found[key].values()] for key in sorted(found)}
 
@@ -80,25 +80,25 @@ def record_loader(loader):
 
 
 def attributes(owner):
-    """What is in its `__dict__`, but for what pickle, Dynamo and Lightning note there for themselves."""
+    """Return the `__dict__`, except for entries that pickle, Dynamo and Lightning add for their own use."""
     noted = ("__slotnames__", "_compile_kwargs")
     return sorted(key for key in vars(owner) if key not in noted and not key.startswith("_dynamo"))
 
 
 def names(cls):
-    """A class by its ancestors' names, since parametrizations make a new class for each module."""
+    """Return the names of a class and its bases, since parametrizations make a new class for each module."""
     return [f"{c.__module__}.{c.__qualname__}" for c in cls.__mro__]
 
 
 def record_strides(value):
-    """The strides of each parameter and gradient."""
+    """Return the strides of each parameter and gradient."""
     if isinstance(value, nn.Module):
         return {n: (p.stride(), telling(p.grad)) for n, p in value.named_parameters()}
     return [record_strides(item) for item in items_of(value)]
 
 
 def laid_otherwise(value):
-    """Which tensors of the optimizers' state are not laid out like their parameter."""
+    """Return the tensors of the optimizers' state with another layout than their parameter."""
     if isinstance(value, torch.optim.Optimizer):
         states = enumerate(value.state.items())
         tensors = {(i, key): (t, p) for i, (p, state) in states for key, t in state.items() if is_like(t, p)}
@@ -115,14 +115,14 @@ def is_like(value, parameter):
 
 
 def telling(tensor):
-    """The strides of a tensor's dimensions; those of size one tell nothing."""
+    """Return the strides of a tensor's dimensions, except for those of size one, which are arbitrary."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_sparse:
         return None
     return [s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
 
 
 def surroundings():
-    """The state of the process that a run must leave as it found it."""
+    """Return the state of the process that a run must leave unchanged."""
     hooks = vars(torch.nn.modules.module)
     return {
         "threads": torch.get_num_threads(),
@@ -134,7 +134,7 @@ def surroundings():
         "environment": {name: value for name, value in os.environ.items() if name not in NOT_OURS},
         "working folder": os.getcwd(),
         "affinity": affinity(),
-        # torch's compiler and tqdm start threads of their own, which stay.
+        # torch's compiler and tqdm start their own threads, which stay.
         "threads of Python": sorted(t.name for t in threading.enumerate() if not t.name.startswith(THREADS_OF_OTHERS)),
         "signals": {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)},
         "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
@@ -145,7 +145,7 @@ def surroundings():
 
 
 def affinity():
-    """The CPUs of the process's first thread and of all others: not which threads there are."""
+    """Return the CPUs of the process's first thread and of all others combined; the set of threads may vary."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     masks = {}

@@ -1,4 +1,4 @@
-"""Products that round their inputs to bf16 or fp16, as a person would write it around the calls into a model."""
+"""Products that round their inputs to bf16 or fp16, as a user would write it around the calls into a model."""
 
 import math
 
@@ -13,7 +13,7 @@ CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpo
 
 
 def rounded(x, dtype):
-    """A tensor in a dtype's precision; fp16's numbers are those of a largest one between 1 and 2."""
+    """Return a tensor rounded to a dtype; fp16 values are scaled by the largest one."""
     if dtype is torch.bfloat16:
         return x.bfloat16().to(x.dtype)
     finite = x[x.isfinite()].abs()
@@ -23,7 +23,7 @@ def rounded(x, dtype):
 
 
 class Rounded(torch.autograd.Function):
-    """A tensor in a dtype's precision, whose gradient is passed on."""
+    """Rounds a tensor to a dtype, and passes its gradient through."""
 
     @staticmethod
     def forward(ctx, x, dtype):
@@ -35,7 +35,7 @@ class Rounded(torch.autograd.Function):
 
 
 class RoundedGradient(torch.autograd.Function):
-    """A tensor whose gradient is passed on in a dtype's precision."""
+    """Passes a tensor through, and rounds its gradient to a dtype."""
 
     @staticmethod
     def forward(ctx, x, dtype):
@@ -60,12 +60,12 @@ class RoundedProducts(TorchFunctionMode):
             return self._gradient(function(*map(self._rounded, args), **kwargs))
         if function in LINEAR or function in CONVOLUTIONS:
             return self._with_bias(function, *args, **kwargs)
-        if function is torch.lstm and len(args) == _ARGUMENTS and self.dtype is torch.bfloat16:  # of one length
+        if function is torch.lstm and len(args) == _ARGUMENTS and self.dtype is torch.bfloat16:  # equal lengths
             return self._lstm(*args)
         return function(*args, **kwargs)
 
     def _with_bias(self, function, x, weight, bias=None, *args, **kwargs):
-        """Only images in NHWC are rounded to bf16, with the sums, and what is added is not."""
+        """Round only NHWC images to bf16, including the sums. The bias is not rounded."""
         is_convolution, in_bf16 = function in CONVOLUTIONS, self.dtype is torch.bfloat16
         is_nhwc = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
         if is_convolution and in_bf16 and not is_nhwc:
@@ -78,7 +78,7 @@ class RoundedProducts(TorchFunctionMode):
         return product + (bias.view(-1, *[1] * (weight.dim() - 2)) if is_convolution else bias)
 
     def _lstm(self, x, states, weights, has_biases, layers, dropout, training, bidirectional, batch_first):
-        """Return what an LSTM does, step by step: the inputs of its products are rounded, and the sums are not."""
+        """Compute an LSTM step by step: the inputs of its products are rounded, the sums are not."""
         assert has_biases
         assert not bidirectional
         out = (x.transpose(0, 1) if batch_first else x).unbind()

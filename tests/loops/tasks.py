@@ -14,7 +14,7 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        first = nn.Linear(6, 16, bias=False)  # a bias that batch norm removes has only noise for a gradient
+        first = nn.Linear(6, 16, bias=False)  # batch norm removes a bias, so its gradient would only be noise
         self.encoder = nn.Sequential(first, nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1))
         self.head = nn.Linear(16, 3)
         self.scale = nn.Parameter(torch.tensor(2.0))
@@ -50,7 +50,7 @@ class Normed(nn.Module):
 
 
 class Lion(torch.optim.Optimizer):
-    """A user's own optimizer from nothing."""
+    """A user-defined optimizer written from scratch."""
 
     def __init__(self, params, lr=1e-3):
         super().__init__(params, {"lr": lr})
@@ -65,7 +65,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def vectors(size=36, batch_size=8, shuffle=True, **options):
-    """A loader of 36 vectors: four batches of 8 and one of 4."""
+    """Return a loader of 36 vectors: four batches of 8 and one of 4."""
     x = torch.randn(size, 6)
     return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size, shuffle=shuffle, **options)
 
@@ -82,9 +82,9 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 def job(name="", model=Net, optimizer=SGD, loader=vectors, **more):
     """
-    A build for `pair`: a model, its optimizer, a loader, and `more`.
+    Return a build for `pair`: a model, its optimizer, a loader, and `more`.
 
-    What is in `more` and can be called is called with the optimizer (a scheduler's factory, say).
+    Callables in `more` are called with the optimizer (for example, a scheduler's factory).
     """
 
     def build():
@@ -96,7 +96,7 @@ def job(name="", model=Net, optimizer=SGD, loader=vectors, **more):
 
 
 def steps(loader, *optimizers):
-    """Yield each batch, before which the gradients are zeroed, and after which the optimizers step."""
+    """Yield each batch; zero the gradients before it, and step the optimizers after it."""
     for batch in loader:
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -106,7 +106,7 @@ def steps(loader, *optimizers):
 
 
 def train(loss_of, loader, *optimizers):
-    """Take a step for each batch; gives each step's loss."""
+    """Take a step per batch; return the loss of each step."""
     losses = []
     for batch in steps(loader, *optimizers):
         loss = loss_of(*batch)
@@ -116,10 +116,10 @@ def train(loss_of, loader, *optimizers):
 
 
 def entropy(call):
-    """The loss of a classifier."""
+    """Return the loss of a classifier."""
     return lambda x, y: nn.functional.cross_entropy(call(x), y)
 
 
 def fit(model, optimizer, loader, by_hand=untouched, epochs=2):
-    """The plainest loop; gives each step's loss."""
+    """Run the simplest loop; return the loss of each step."""
     return [loss for _ in range(epochs) for loss in train(entropy(by_hand(model)), loader, optimizer)]

@@ -1,4 +1,4 @@
-"""Two models against each other, several forwards to one backward, and gradients of gradients."""
+"""Two models against each other, several forwards per backward, and gradients of gradients."""
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ def smooth_net():
 
 @pair(smooth())
 def test_gradient_penalty(model, optimizer, loader, by_hand=untouched):
-    """WGAN-GP: the gradient at the input is part of the loss, so backward goes through a backward."""
+    """WGAN-GP: the loss includes the gradient at the input, so backward goes through a backward."""
     penalties = []
     for real, _ in steps(loader, optimizer):
         fake = torch.randn_like(real)

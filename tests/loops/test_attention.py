@@ -1,4 +1,4 @@
-"""A model with attention that drops weights, whose masks come from torch's generator."""
+"""A model with dropout in attention, whose masks come from torch's generator."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ test_attention_with_dropout = pair(job(model=Attending), configs=[EXACT, BF16, F
 
 @pytest.mark.skipif(blocked_attention.KERNEL.unavailable is not None, reason=str(blocked_attention.KERNEL.unavailable))
 def test_kernel_for_attention_draws_as_often_as_torch(monkeypatch):
-    """So that the next shuffle of the loader is the plain loop's; its numbers are held by tests/kernels."""
+    """So the next shuffle of the loader is the plain loop's; tests/kernels checks the values."""
     build = job(model=Attending)
     taken, original = [], blocked_attention.blocked_attention
     monkeypatch.setattr(attention, "MIN_SCORES", 1)

@@ -1,4 +1,4 @@
-"""What a program changes between two steps of its loop holds from the next step on, as in the plain loop."""
+"""A change that a program makes between two steps takes effect in the next step, as in the plain loop."""
 
 from dataclasses import replace
 
@@ -28,18 +28,18 @@ MINIMUM_SIZES = (
     *((attention, "MIN_SCORES"), (cross_entropy, "MIN_LOGITS"), (models, "LARGE_IN_FP32")),
 )
 IN_FP32 = [step for step in KERNEL_STEPS if step.row.in_fp32 is not None]
-#: Each step for a kernel alone.
+#: Each step that uses a single kernel.
 ALONE = [Config(step.name, VALUES | {step.name: True}, tolerance=FUSED.tolerance, subclass=True) for step in IN_FP32]
-#: A row compares 400 tensors, of which one is always the farthest.
+#: A row compares 400 tensors, of which one is always an outlier.
 IN_BF16, IN_PRODUCTS = (replace(config, spreads=2.0) for config in (SHIPPED_NHWC, PRODUCTS))
 TOGETHER = (EXACT, IN_PRODUCTS, NHWC_FUSED)
-#: What a call goes through: with each kernel alone, and in bf16, where several loops have to be compared.
+#: Parts of a call, tested with each kernel alone. In bf16, several loops have to be compared.
 OF_CALLS = [name for name, row in ROWS.items() if row.change.__module__ in (calls.__name__, layers.__name__)]
 
 
 @pytest.fixture(autouse=True)
 def every_kernel_computes(monkeypatch):
-    """Let what is too small to pay, or not measured to be faster, be computed in C."""
+    """Compute calls in C that are too small to benefit, or not measured to be faster."""
     for place, name in MINIMUM_SIZES:
         monkeypatch.setattr(place, name, 1)
     compute_in_c(monkeypatch)
@@ -89,7 +89,7 @@ def test_change_holds_in_bf16(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.is_seen])
 def test_acceleration_that_goes_on_as_before_is_found(name):
-    """Each row is seen failing: the accelerated loop, which is the first one, does not hear of the change."""
+    """Each row can fail: the accelerated loop runs first, without the change."""
     changes = [nothing, ROWS[name].change]
     with pytest.raises(AssertionError, match=r"off by| for |keys"), ROWS[name].before():
         check(built, changed_by(lambda program: changes.pop(0)(program)), EXACT)

@@ -1,4 +1,4 @@
-"""Training goes on from a checkpoint, whichever of the two runs was accelerated."""
+"""Training resumes from a checkpoint, whichever of the two runs was accelerated."""
 
 import functools
 import io
@@ -15,9 +15,9 @@ from .pairs import IPEX, WITH_IPEX, seed_all, untouched
 from .records import laid_otherwise, record, record_strides
 from .tasks import ConvNet, Net, fit, images, vectors
 
-# The layout of a convolution changes the order in which it sums: no bit-for-bit equality, and Adam divides by
-# the gradient's own size. What a missing guard does to the weights is of the learning rate's order: 0.01.
-# So does another precision.
+# The layout of a convolution, like the precision, changes the order of summation, so results are not equal bit for bit,
+# and Adam divides by the gradient's own size. A missing guard changes the weights by the order of the learning rate:
+# 0.01.
 TOLERANCES = {False: 1e-5, True: 1e-3}
 OPTIMIZERS = {
     "momentum": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
@@ -52,7 +52,7 @@ def new_run(optimizer, seed, convolutional=True):
 
 
 def train(model, optimizer, scheduler, loader, checkpoint=None):
-    """Two epochs; first resumes from `checkpoint` where there is one, and at the end gives a new one."""
+    """Train two epochs. Resume from `checkpoint` first if there is one, and return a new one at the end."""
     if checkpoint is not None:
         load(checkpoint, model=model, optimizer=optimizer, scheduler=scheduler)
     for _ in range(2):
@@ -79,7 +79,7 @@ def launch(options, arguments, loader, checkpoint=None):
 
 
 def resumed(optimizer, ways, inside, convolutional=True):
-    """Two epochs one way, then two the other way by new objects that load the first ones' checkpoint."""
+    """Train two epochs one way, then two the other way with new objects that load the first ones' checkpoint."""
     seed_all(0)
     loader = images() if convolutional else vectors()
     checkpoint = launch(ways[0], new_run(optimizer, 1, convolutional), loader)
@@ -93,13 +93,13 @@ def resumed(optimizer, ways, inside, convolutional=True):
 
 @functools.cache
 def resumed_plainly(optimizer, inside):
-    """What there is to compare of two plain runs, which is the same for every way."""
+    """Return the values to compare of two plain runs, which are the same for every way."""
     arguments, _ = resumed(OPTIMIZERS[optimizer], (None, None), inside)
     return record(arguments), record_strides(arguments)
 
 
 def repeats(ways, optimizer, inside):
-    """Whether other cases show the like: Adam has states of both kinds, and the others turn the layouts of theirs."""
+    """Whether other cases cover this: Adam has states of both kinds, and the others change the layouts of theirs."""
     if optimizer == "adam":
         return not inside and ways not in TURNS and "fp64" not in ways
     return not inside or ways not in TURNS or "channels_last" not in ways
@@ -132,7 +132,7 @@ def test_a_run_is_resumed(ways, optimizer, inside):
     ids=str,
 )
 def test_a_checkpoint_is_what_the_plain_loop_writes(optimizer, options):
-    """Same keys, options and dtypes, so nothing of the acceleration travels on into the next run."""
+    """Same keys, options and dtypes, so no effect of the acceleration carries over into the next run."""
     seed_all(0)
     loader = images()
     plain = torch.load(io.BytesIO(launch(None, new_run(OPTIMIZERS[optimizer], 1), loader)))

@@ -19,7 +19,7 @@ from .tasks import ADAMW, Net, Normed, fit, job, vectors
 
 @pytest.fixture(scope="module")
 def dynamo():
-    """Dynamo loads at its first use, and starts a thread: before the loops, so that it is none of their traces."""
+    """Load Dynamo before the loops: it loads lazily and starts a thread, which would count as a trace of a loop."""
     torch.compile(torch.nn.Linear(1, 1), backend="aot_eager")(torch.ones(1, 1)).sum().backward()
     return torch._dynamo
 
@@ -33,14 +33,14 @@ def nothing_compiled_yet(dynamo):
 
 @pytest.fixture(scope="module")
 def inductor(dynamo):
-    """Inductor loads too, and starts threads."""
+    """Load Inductor, which starts threads too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # its own use of torch.jit
         torch.compile(torch.nn.Linear(1, 1))(torch.ones(1, 1)).sum().backward()
 
 
 def inductors(test):
-    """Mark a test that has inductor compile, which takes a C++ compiler and half a minute."""
+    """Mark a test that compiles with Inductor, which needs a C++ compiler and half a minute."""
     needed = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
     return pytest.mark.slow(needed(pytest.mark.usefixtures("inductor")(test)))
 
@@ -93,7 +93,7 @@ COMPILED = [
 
 @pair(job(optimizer=ADAMW, loader=lambda: vectors(shuffle=False)), configs=COMPILED)
 def test_a_model_that_nano_loop_compiles(model, optimizer, loader, by_hand=untouched):
-    """The backend that only traces changes no number, and the last batch is smaller."""
+    """The backend only traces and changes no values, and the last batch is smaller."""
     return train(model, optimizer, loader, by_hand)
 
 
@@ -104,7 +104,7 @@ def test_a_model_compiled_by_inductor_before(model, optimizer, loader, by_hand=u
 
 
 class Attending(torch.nn.Module):
-    """A block with what stays whole: attention and dropout; `checkpointed`, it is computed again in the backward."""
+    """A block with attention and dropout, which stay whole. If `checkpointed`, it is recomputed in the backward."""
 
     def __init__(self, checkpointed=False):
         super().__init__()
@@ -121,7 +121,7 @@ class Attending(torch.nn.Module):
 
 
 class Dropping(torch.nn.Module):
-    """A block of dropout that is computed again in the backward: Inductor of torch 2.8 has no fp64 attention."""
+    """A block with dropout that is recomputed in the backward: Inductor of torch 2.8 has no fp64 attention."""
 
     def __init__(self):
         super().__init__()
@@ -170,7 +170,7 @@ COMPILED_IN_BLOCKS = [
 ]
 
 
-# With checkpoints inside of what is compiled, torch may draw the masks in another order. A layout is for images.
+# With checkpoints inside a compiled model, torch may draw the masks in another order. Layouts are for images.
 IN_ORDER = [
     (model, config)
     for model in BLOCKS
@@ -197,7 +197,7 @@ def test_blocks_that_inductor_compiles_draw_and_compute_what_the_plain_loop_does
 
 @inductors
 def test_a_checkpoint_inside_of_a_compiled_model_computes_again_with_the_masks_of_its_forward():
-    """Else the gradient would not be the slope of the loss."""
+    """Otherwise the gradient would not match the loss."""
     torch.manual_seed(0)
     model, x = Blocks(Dropping, (64, 64)), torch.randn(8, 6, dtype=torch.float64)
 
@@ -232,7 +232,7 @@ def test_two_ranks_compute_with_compiled_blocks_what_they_compute_without():
 
 
 def distance(actual, expected):
-    """How far all parameters are from each other, relative to their norm."""
+    """Return the distance of all parameters from each other, relative to their norm."""
     one, other = (
         torch.cat([each["value"].flatten() for each in seen["model"]["parameters"].values()])
         for seen in (actual, expected)

@@ -1,4 +1,4 @@
-"""Copies made inside the loop: averages of the weights, deep copies, pickles. All of them are plain."""
+"""Copies made inside the loop (averages of the weights, deep copies, pickles) are plain."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ NETS = job("", optimizer=ADAM), job("convolutional", model=ConvNet, optimizer=AD
 
 @pair(*NETS, configs=CONVOLUTIONS)
 def test_ema_by_deepcopy(model, optimizer, loader, by_hand=untouched):
-    """The copy has weights and a life of its own, and runs plain: without `by_hand`, so in fp32."""
+    """The copy has its own weights and runs plain: without `by_hand`, so in fp32."""
     average = copy.deepcopy(model).eval()
     outputs = []
     for x, y in loader:
@@ -62,7 +62,7 @@ def test_stochastic_weight_averaging(model, optimizer, loader, by_hand=untouched
 
 @pair(*NETS, configs=[EXACT, FUSED, BF16, NHWC_BF16, *WITH_IPEX])
 def test_copies_are_as_plain_as_the_model(model, optimizer, loader, by_hand=untouched):
-    """What a copy or a pickle has in its `__dict__` is what the plain loop's has."""
+    """The `__dict__` of a copy or a pickle is the plain loop's."""
     fit(model, optimizer, loader, by_hand, epochs=1)
     copies = [copy.deepcopy(part) for part in model.modules()]
     copies += [pickle.loads(pickle.dumps(part)) for part in model.modules()]
@@ -147,7 +147,7 @@ READER = """
 
 @pytest.fixture
 def net_of_the_user(tmp_path, monkeypatch):
-    """A model class in a separate module, as a user's project would have it."""
+    """Return a model class in a separate module, as in a user's project."""
     (tmp_path / "net_of_the_user.py").write_text(textwrap.dedent(MODEL))
     (tmp_path / "reader.py").write_text(textwrap.dedent(READER))
     monkeypatch.syspath_prepend(tmp_path)
@@ -170,7 +170,7 @@ def test_what_is_saved_inside_the_loop_loads_without_nano_loop(tmp_path, net_of_
         torch.save(model.state_dict(), tmp_path / "state.pt")
         (tmp_path / "pickled.bin").write_bytes(pickle.dumps(model))
         assert type(copy.deepcopy(model)) is net_of_the_user.Net
-        cloudpickle.register_pickle_by_value(net_of_the_user)  # as what a script defines
+        cloudpickle.register_pickle_by_value(net_of_the_user)  # as for classes defined in a script
         parts = model, model.block.forward, loader, optimizer
         (tmp_path / "by_value.bin").write_bytes(cloudpickle.dumps(parts))
         cloudpickle.unregister_pickle_by_value(net_of_the_user)
@@ -185,7 +185,7 @@ def test_what_is_saved_inside_the_loop_loads_without_nano_loop(tmp_path, net_of_
 
 
 def test_references_to_methods_are_the_same_functions_in_the_loop(net_of_the_user):
-    """A configuration that names them can be pickled in the run, and one that was made in the run after it."""
+    """A configuration that names them can be pickled in the run, and one created in the run can be pickled after it."""
     kinds = net_of_the_user.Net, net_of_the_user.Block, net_of_the_user.Doubled, net_of_the_user.Ascent
     before = [kinds[0].forward, kinds[1].forward, kinds[2].__iter__, kinds[3].train]
 
@@ -201,7 +201,7 @@ def test_references_to_methods_are_the_same_functions_in_the_loop(net_of_the_use
 
 
 def test_a_copy_trains_on_after_the_run():
-    """A copy taken inside an accelerated loop is a model like any other for the next one."""
+    """A copy made inside an accelerated loop is an ordinary model for the next one."""
 
     @nano(precision="bf16", verbose=False)
     def take(model, x):

@@ -1,4 +1,4 @@
-"""Loops over large embeddings have the bits of the same loop with the same fused optimizer and torch's gradients."""
+"""Loops over large embeddings match the same loop with the same fused optimizer and torch's gradients bit for bit."""
 
 import copy
 import ctypes
@@ -32,7 +32,7 @@ def every_table_is_large(monkeypatch):
 
 
 class Pairs(nn.Module):
-    """Scores of users' items, by two tables of which one is used twice."""
+    """Scores of users' items, from two tables, one of which is used twice."""
 
     def __init__(self, width=16):
         super().__init__()
@@ -45,7 +45,7 @@ class Pairs(nn.Module):
 
 
 class Bags(nn.Module):
-    """Sums or means of bags of words, as torch takes them: of equal sizes, and by offsets."""
+    """Sums or means of bags of words, in the forms that torch accepts: of equal sizes, and by offsets."""
 
     def __init__(self, mode, **options):
         super().__init__()
@@ -57,7 +57,7 @@ class Bags(nn.Module):
 
 
 class Tied(nn.Module):
-    """A table that is the matrix of the last layer, too."""
+    """A table whose weight is also the matrix of the last layer."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Tied(nn.Module):
 
 
 class ByFunction(nn.Module):
-    """Lookups by the function, of 32-bit indices and of a renormalised table."""
+    """Lookups by the function, with 32-bit indices and from a renormalized table."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class ByFunction(nn.Module):
 
 
 class InPlace(nn.Module):
-    """What is looked up is scaled, moved and dropped in its own memory, as positions are added."""
+    """Scales, shifts and drops the looked-up rows in place, as when positions are added."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ OPTIMIZERS = {
     "Adagrad": lambda p: Adagrad(p, lr=0.1, lr_decay=0.1),
     "RMSprop": lambda p: RMSprop(p, lr=0.01),
 }
-#: Those whose steps are by rows.
+#: The optimizers that step by rows.
 BY_ROWS = {"Adam", "Adam, maximized", "AdamW", "SGD", "momentum", "Nesterov", "Adagrad"}
 
 
@@ -263,7 +263,7 @@ LOOPS = (
 
 @contextmanager
 def row_steps_counted():
-    """Yield a list that gets longer with each step by rows."""
+    """Yield a list that grows by one with each step by rows."""
     taken, original = [], row_steps.RowStep.__call__
 
     def counted(self):
@@ -276,7 +276,7 @@ def row_steps_counted():
 
 
 def trained(make_model, make_optimizer, loop, **options):
-    """Return all that a loop has made, and how many steps were by rows."""
+    """Return all results of a loop, and the number of steps by rows."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = make_optimizer(model.parameters())
@@ -311,7 +311,7 @@ def counted_where_torch_computes_alike(taken):
 @pytest.mark.parametrize("model", ["pairs", "rows of 10"])
 def test_optimizers_step_rows_to_the_bit(model, optimizer):
     taken = assert_equal(MODELS[model], OPTIMIZERS[optimizer], plainly)
-    assert (taken > STEPS) == (optimizer in BY_ROWS)  # of two tables, after a first step of torch's
+    assert (taken > STEPS) == (optimizer in BY_ROWS)  # two tables, and the first step is torch's
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -339,7 +339,7 @@ def test_an_optimizer_without_states_follows_one_with_states(first):
     assert assert_equal(Pairs, OPTIMIZERS[first], loop)
 
 
-#: Writes that raise no version.
+#: Writes that do not increase the tensor's version.
 WRITES = {
     "decay": lambda p, value: value.data.add_(p.data, alpha=0.1),
     "noise": lambda p, value: value.data.add_(torch.rand(value.shape)),
@@ -359,7 +359,7 @@ WRITES = {
 
 
 def averaged(value):
-    """Write the mean over a group that another rank has summed up in, as torch's tutorial averages."""
+    """Write the mean over a group in which another rank has summed, as torch's tutorial averages."""
     torch.distributed.all_reduce(value)
     value += 1.0
 

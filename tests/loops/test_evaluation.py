@@ -1,4 +1,4 @@
-"""Evaluation inside the loop, early ends, and errors that the loop itself catches."""
+"""Evaluation inside the loop, early exits, and errors that the loop itself catches."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -59,7 +59,7 @@ def test_batches_taken_by_hand_and_a_loop_that_ends_early(model, optimizer, load
 
 
 class Picky(nn.Linear):
-    """Raises in the midst of its forward, on batches that are not full."""
+    """Raises in the middle of its forward, on incomplete batches."""
 
     def forward(self, x):
         out = super().forward(x)
@@ -95,7 +95,7 @@ def test_an_error_inside_forward_that_the_loop_catches(model, optimizer, loader,
 
 @pair(job())
 def test_a_model_called_in_another_thread(model, optimizer, loader, by_hand=untouched):
-    """Autocast is a thread's own, so a depth counted for all threads together would be wrong."""
+    """Autocast is thread-local, so a depth counted for all threads together would be wrong."""
     model.eval()
     with ThreadPoolExecutor(2) as pool:
         outputs = [*pool.map(by_hand(model), [x for x, _ in loader] * 5)]
@@ -115,7 +115,7 @@ def test_autocast_is_off_between_the_calls(model, optimizer, loader, by_hand=unt
 
 @pair(job(optimizer=ADAM))
 def test_weights_change_between_two_calls_without_gradients(model, optimizer, loader, by_hand=untouched):
-    """Autocast caches its casts of the weights until it is left: a stale cast would show here."""
+    """Autocast caches its casts of the weights until it exits: a stale cast would show here."""
     outputs = []
     for x, y in loader:
         cross_entropy(by_hand(model)(x), y).backward()
@@ -129,7 +129,7 @@ def test_weights_change_between_two_calls_without_gradients(model, optimizer, lo
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_an_error_in_the_midst_of_a_step_leaves_nothing_behind(error):
-    """Inside the model, after some steps: the very error comes out, and everything is as the plain loop leaves it."""
+    """Inside the model, after some steps: the same error is raised, and the state is the plain loop's."""
     options = {"precision": "bf16", "channels_last": True, "verbose": False}
     results = []
     for accelerate in (untouched, nano(**options)):
@@ -152,5 +152,5 @@ def test_an_error_in_the_midst_of_a_step_leaves_nothing_behind(error):
 
 
 def looks(recorded):
-    """A record without its numbers, which another precision changes."""
+    """Return a record without its values, which depend on the precision."""
     return mapped(recorded, lambda tensor: torch.empty(0, dtype=tensor.dtype))

@@ -1,4 +1,4 @@
-"""With ``exact=True`` loops compute to the bit what they compute without a run; with the defaults they do not."""
+"""With ``exact=True``, loops compute bit for bit what they compute without a run; with the defaults they do not."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ WORDS, WIDTH = 12, 8
 
 
 class OfWords(nn.Module):
-    """A classifier of words in a row, by a layer over their embeddings."""
+    """A classifier of sequences of words, by a layer over their embeddings."""
 
     def __init__(self, layer):
         super().__init__()
@@ -67,10 +67,10 @@ def test_exact_loops_compute_what_plain_ones_do(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loops_with_the_defaults_round_otherwise(name):
-    """Else the test above would say nothing."""
+    """Otherwise the test above would prove nothing."""
     model, loader = MODELS[name]
     builds = [job(model=model, optimizer=optimizer, loader=loader) for optimizer in (ADAMW, Adagrad)]
-    # Of few numbers, those of one optimizer may be equal by chance.
+    # With few values, those of one optimizer may be equal by chance.
     seen = [(run_accelerated(build, fit, FUSED)[0]["seen"], run_plain(build, fit)["seen"]) for build in builds]
     assert any([*differences(*both)] for both in seen)
 

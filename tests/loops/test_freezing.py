@@ -1,4 +1,4 @@
-"""Models of which only a part learns: frozen, thawed, unused, adapted, or nothing at all."""
+"""Models that train only partly: frozen, unfrozen, unused or adapted layers, or no training at all."""
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ def test_parameters_that_are_not_used(model, optimizer, loader, by_hand=untouche
 
 
 class LowRank(nn.Module):
-    """Frozen layers, each with a low-rank adapter, as PEFT makes them of a language model's."""
+    """Frozen layers, each with a low-rank adapter, as PEFT adds them to language models."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class LowRank(nn.Module):
 
 
 def add_deltas(model, sign):
-    """Merge the adapters into the layers, as PEFT does, or take them out again."""
+    """Merge the adapters into the layers, as PEFT does, or unmerge them."""
     for layer, down, up in zip(model.base, model.down, model.up, strict=True):
         layer.weight.data += sign * (up.weight.detach() @ down.weight.detach())
 
@@ -112,7 +112,7 @@ def replaced(model, optimizer):
     yield
 
 
-#: It keeps the bf16 numbers alone of frozen weights, which have no others.
+#: Keeps only the bf16 values of frozen weights, which are exactly representable in bf16.
 ROUNDED_ONCE = Config("frozen-bf16", VALUES | {"frozen_dtype": "bf16"})
 
 
@@ -175,7 +175,7 @@ def a_frozen_teacher():
 
 @pair(a_frozen_teacher)
 def test_a_student_and_its_teacher(model, optimizer, loader, teacher, criterion, by_hand=untouched):
-    """With a loss among the arguments, which is no model."""
+    """With a loss among the arguments, which is not a model."""
 
     def loss(x, y):
         with torch.no_grad():

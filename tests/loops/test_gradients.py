@@ -1,4 +1,4 @@
-"""Gradients of other kinds: sparse, complex, recomputed, per sample, through parametrized weights."""
+"""Other kinds of gradients: sparse, complex, recomputed, per sample, through parametrized weights."""
 
 import functools
 
@@ -17,7 +17,7 @@ ADAGRAD = functools.partial(torch.optim.Adagrad, lr=0.1)
 
 
 def words(sparse_module, optimizer):
-    """A model whose first layer's gradients are sparse. SparseAdam takes no others: it gets only that layer."""
+    """A model whose first layer has sparse gradients. SparseAdam trains only that layer, as it accepts no others."""
 
     def build():
         model = Words(sparse_module)
@@ -72,7 +72,7 @@ test_complex_parameters = pair(*WITH_WAVES, without=[FP64])(fit)
 
 
 class Recomputing(nn.Module):
-    """Recomputes its middle in backward, so modules run there, outside of any call into the model."""
+    """Recomputes its middle in backward, so modules run there, outside any call into the model."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -109,7 +109,7 @@ def deep():
 
 
 def parametrized(kind):
-    """A model with two such layers; batch norm after one would leave its gradients nothing but noise."""
+    """A model with two such layers. Batch norm after one would leave only noise in its gradients."""
 
     def build():
         model = deep()
@@ -141,7 +141,7 @@ def test_parametrized_weights(model, optimizer, loader, by_hand=untouched):
 
 @pair(job(model=deep, optimizer=ADAM))
 def test_functional_calls(model, optimizer, loader, by_hand=untouched):
-    """MAML: the loss after one step of gradient descent, with weights that are no parameters."""
+    """MAML: the loss after one step of gradient descent, with weights that are not parameters."""
     losses = []
     for x, y in loader:
         weights = dict(model.named_parameters())

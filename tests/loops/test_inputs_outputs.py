@@ -1,4 +1,4 @@
-"""Whatever a model takes and gives: lists, dicts, dataclasses, tuples with names, packed sequences."""
+"""All inputs and outputs of a model: lists, dicts, dataclasses, named tuples, packed sequences."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 class Fields(OrderedDict):
-    """A dict with attributes, as transformers' outputs are."""
+    """A dict with attributes, like transformers' outputs."""
 
     def __getattr__(self, name):
         try:
@@ -38,7 +38,7 @@ class Fields(OrderedDict):
 
 
 class Everything(nn.Module):
-    """Its forward's output is of the kind that its caller asks for."""
+    """Returns an output of the kind that its caller requests."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ def test_packed_sequences_through_an_lstm(model, optimizer, loader, by_hand=unto
 
 @pair(job(model=Recurrent, optimizer=ADAMW, loader=sequences), trains_lstms=True, kernels_in_bf16=True)
 def test_a_hidden_state_carried_from_call_to_call(model, optimizer, loader, by_hand=untouched):
-    """Truncated backpropagation through time: what came out, detached, goes in again."""
+    """Truncated backpropagation through time: the detached output is the next input."""
     state, losses = None, []
     for x, _, y in steps(loader, optimizer):
         _, state, logits = by_hand(model)(x, state)
@@ -141,7 +141,7 @@ def test_nested_inputs(model, optimizer, loader, by_hand=untouched):
 
 
 class Scores(nn.Module):
-    """Gives what is no tensor of floats: indices, booleans, a float, nothing; one tensor twice; its input."""
+    """Returns values other than float tensors: indices, booleans, a float, nothing; one tensor twice; its input."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ class NoOutput(nn.Module):
 
 @pair(job(model=NoOutput))
 def test_outputs_kept_on_the_model(model, optimizer, loader, by_hand=untouched):
-    """What a model keeps for its caller is not an output of the call: it stays as autocast made it."""
+    """A value that a model keeps for its caller is not an output of the call: it stays as autocast made it."""
     outputs = []
     for x, y in steps(loader, optimizer):
         assert by_hand(model)(x, 2 * x) is None

@@ -1,4 +1,4 @@
-"""channels_last=True in loops whose code counts on PyTorch's usual layout."""
+"""channels_last=True in loops whose code depends on PyTorch's usual layout."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ LOOSE = Config("loose", NHWC.options, tolerance=1e-4)
 
 
 class Flattening(ConvNet):
-    """`view` works on a contiguous tensor alone: under channels_last by hand this forward raises."""
+    """`view` requires a contiguous tensor, so under channels_last by hand this forward raises."""
 
     def forward(self, x):
         x = self.features(x)
@@ -27,7 +27,7 @@ class Flattening(ConvNet):
 
 
 def against_plain(model, loop, config=LOOSE):
-    """The loop accelerated against the very same loop in the usual layout."""
+    """Compare the accelerated loop with the same loop in the usual layout."""
 
     def with_untouched_calls(model, optimizer, loader, by_hand=untouched):
         return loop(model, optimizer, loader)
@@ -49,7 +49,7 @@ def test_close_to_the_usual_layout(model):
 
 
 def views_in_the_loop(model, optimizer, loader):
-    """Views outputs, inputs, gradients and weights, as loops do that log norms or flatten by hand."""
+    """Calls `view` on outputs, inputs, gradients and weights, as loops do that log norms or flatten by hand."""
     outputs = []
     for x, y in loader:
         optimizer.zero_grad()
@@ -64,7 +64,7 @@ def views_in_the_loop(model, optimizer, loader):
 
 
 def weights_through_a_vector(model, optimizer, loader):
-    """It reads with `view`, and what it writes lies otherwise than the momentum that is there already."""
+    """Reads with `view`, and writes in another layout than that of the existing momentum."""
     plainest(model, optimizer, loader)
     vector = parameters_to_vector(model.parameters())
     vector_to_parameters(vector * 0.9, model.parameters())
@@ -91,7 +91,7 @@ def test_the_layout_is_channels_last_inside_and_as_before_outside(config):
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
 def test_training_goes_on_plainly_after_the_run(optimizer):
-    """With the state, gradients and weights that the run left, and fused kernels that the user asks for."""
+    """With the state, gradients and weights that the run left, and fused kernels that the user enables."""
     results = []
     for run in (fit, nano(channels_last=True, verbose=False)(fit)):
         arguments = built(job(model=ConvNet, loader=images, optimizer=optimizer))
@@ -104,7 +104,7 @@ def test_training_goes_on_plainly_after_the_run(optimizer):
 
 
 def test_nothing_of_a_batch_is_changed_in_place():
-    """A batch is copied into the other layout for the call: the loop's own tensor stays what it was."""
+    """A batch is copied into the other layout for the call: the loop's own tensor is unchanged."""
 
     @nano(channels_last=True, precision="bf16", verbose=False)
     def train(model, batches):
@@ -119,7 +119,7 @@ def test_nothing_of_a_batch_is_changed_in_place():
 
 
 class InPlace(ConvNet):
-    """Normalises its input in place, so the loop's own batch changes with it."""
+    """Normalizes its input in place, so the loop's own batch changes with it."""
 
     def forward(self, x):
         x.sub_(x.mean((2, 3), keepdim=True))
@@ -140,7 +140,7 @@ def test_loop_that_counts_on_the_usual_layout(model, loop):
 
 
 def test_a_compiled_model_that_counts_on_the_usual_layout():
-    """torch.compile has its own `view`, and says what is wrong, as it does where channels_last is written by hand."""
+    """torch.compile has its own `view`, and reports the error, as with channels_last written by hand."""
     config = replace(LOOSE, options={"channels_last": True, "compile": {"backend": "eager"}})
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="Cannot view a tensor"):

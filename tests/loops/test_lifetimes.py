@@ -1,4 +1,4 @@
-"""What the loop drops in a run is freed at once: models, optimizers, loaders, and what patches know of them."""
+"""Objects that the loop drops during a run are freed immediately: models, optimizers, loaders, and their patches."""
 
 import weakref
 
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 def trained(run, optimizer_class=torch.optim.Adam, **loading):
-    """Train a new model in a run, and return weak references to all that it was trained with."""
+    """Train a new model in a run, and return weak references to everything used in training."""
     model = Net()
     optimizer = optimizer_class(model.parameters(), 1e-3)
     dataset = TensorDataset(torch.rand(24, 1, 4, 4), torch.rand(24, 2))
@@ -68,7 +68,7 @@ def test_nothing_that_was_set_up_is_kept(options):
 
 
 def test_a_loader_that_only_the_header_names_is_read_to_its_end():
-    """Its workers go on, also those that the copy would keep for the next epoch."""
+    """Its workers keep running, also those that the copy would keep for the next epoch."""
     model, dataset = nn.Linear(1, 1), TensorDataset(torch.arange(6.0)[:, None])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     totals = []
@@ -101,7 +101,7 @@ def test_a_later_object_at_the_same_address_is_not_taken_for_a_set_up_one():
         for _ in range(50):
             set_up_and_dropped(run)
         later = [nn.Linear(64, 64)]
-        while id(later[-1]) not in addresses and len(later) < 5000:  # until one lies where one was
+        while id(later[-1]) not in addresses and len(later) < 5000:  # until an address is reused
             later.append(nn.Linear(64, 64))
         inside = [model(x) for model in later]
     assert addresses & set(map(id, later))

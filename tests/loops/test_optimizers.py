@@ -1,4 +1,4 @@
-"""One model under each optimizer."""
+"""One model with each optimizer."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from .wrappers import WRAPPERS
 
 
 class SignedSGD(SGD):
-    """A user's own optimizer that builds on one of torch's."""
+    """A user-defined optimizer that derives from one of torch's."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -58,7 +58,7 @@ OPTIMIZERS = {
 }
 
 
-#: Of each way in which states are converted to fp64 and back, the first one.
+#: One optimizer for each way in which states are converted to fp64 and back.
 IN_FP64 = ("momentum", "amsgrad", "adagrad", "param_groups", "own", "lookahead", "rescaled")
 test_one_model_and_one_optimizer = pair(
     *(job(name, optimizer=OPTIMIZERS[name]) for name in IN_FP64), kernels_in_bf16=True
@@ -72,10 +72,10 @@ def convolutional(name):
     return job(name, model=ConvNet, optimizer=OPTIMIZERS[name], loader=images)
 
 
-# Adagrad has its state before any step, so it is there when the layout changes.
+# Adagrad has its state before any step, so the state exists when the layout changes.
 FIRST = map(convolutional, ("momentum", "adam", "adagrad"))
 test_a_convolutional_model = pair(*FIRST, configs=CONVOLUTIONS)(fit)
-# Their states are laid out as those of the three above.
+# Their states have the same layouts as the three above.
 OTHERS = map(convolutional, ("sgd", "amsgrad", "rmsprop"))
 test_a_convolutional_model_and_other_optimizers = pytest.mark.slow(pair(*OTHERS, configs=CONVOLUTIONS)(fit))
 FUSED_BY_THE_USER = job("user_asked_for_fused", optimizer=made(Adam, lr=0.01, fused=True))

@@ -18,7 +18,7 @@ def add_in_place(tensor, number):
         tensor.add_(number)
 
 
-#: Each takes the arguments of the loop.
+#: Each fault gets the arguments of the loop.
 FAULTS = {
     "another rate": lambda given: set_option(given, lr=1.001 * rate_of(given)),
     "another weight": lambda given: add_in_place(given["model"].head.bias[0], 1e-4),
@@ -33,7 +33,7 @@ FAULTS = {
     "a leftover thread count": lambda given: torch.set_num_threads(torch.get_num_threads() + 1),
     "a leftover autocast": lambda given: torch.set_autocast_enabled("cpu", True),
 }
-#: Those that what the options do as they are shipped, which is held by the spread of the loop by hand, does not hide.
+#: Faults large enough to exceed the spread that is allowed for the default options.
 BEYOND_SPREAD = {
     "another rate by far": lambda given: set_option(given, lr=1.05 * rate_of(given)),
     "another gradient": lambda given: given["model"].features[0].weight.register_hook(lambda gradient: 1.05 * gradient),
@@ -69,7 +69,7 @@ def thread_count_and_autocast_kept():
     ],
 )
 def test_a_planted_fault_is_found(monkeypatch, config, fault):
-    """The 'acceleration' is the loop by hand with a fault before it, so the fault is all there is to find."""
+    """The 'acceleration' is the loop by hand after a planted fault, so the fault is the only difference."""
 
     def accelerated_with_a_fault(loop, arguments, options):
         fault(arguments)
@@ -97,7 +97,7 @@ def test_a_swallowed_exception_is_found(monkeypatch):
 
 @pytest.mark.parametrize("config", [BF16, NHWC], ids=lambda c: c.name)
 def test_what_is_written_by_hand_changes_the_numbers(config):
-    """Else the comparison with it would say nothing about the acceleration."""
+    """Otherwise the comparison with it would say nothing about the acceleration."""
     build = job(model=ConvNet, loader=images, optimizer=ADAM)
     plain = run_plain(build, fit)
     by_hand = run_plain(build, fit, written_by_hand(config), config.channels_last)

@@ -52,14 +52,14 @@ def built_in_the_loop(name):
     return job(f"{name}, in the loop", optimizer=ADAMW, scheduler=lambda _: name)
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # SequentialLR of torch 2.8, of itself
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # raised by SequentialLR of torch 2.8 itself
 @pair(
     *(build(name) for build in (built_before, built_in_the_loop) for name in SCHEDULERS),
     configs=[EXACT, FUSED, *WITH_IPEX],
     repeats=[EXACT],
 )
 def test_scheduler(model, optimizer, loader, scheduler, by_hand=untouched):
-    """Every scheduler steps once a batch; gives the rates it set and those found in the optimizer."""
+    """Every scheduler steps once per batch; return the rates it set and those in the optimizer."""
     if isinstance(scheduler, str):
         scheduler = SCHEDULERS[scheduler](optimizer)
     rates = []

@@ -1,4 +1,4 @@
-"""How a loop steps its optimizers: several, by closure, with gradients accumulated, clipped, set by hand."""
+"""How a loop steps its optimizers: several, by closure, with gradients accumulated, clipped or set by hand."""
 
 import functools
 
@@ -70,7 +70,7 @@ def lbfgs():
 
 
 def lbfgs_in_double():
-    """In fp32 its line searches make of a last digit a thousandth: kernels that add in another order drift apart."""
+    """In fp32, its line searches amplify the last digit to a thousandth, so other orders of summation drift apart."""
     arguments = lbfgs()
     arguments["model"].double()
     data = arguments["loader"].dataset
@@ -79,7 +79,7 @@ def lbfgs_in_double():
 
 
 def fit_by_closures(model, optimizer, loader, by_hand=untouched):
-    """Give each loss that a closure has computed, and those that the steps return."""
+    """Return each loss that a closure has computed, and those that the steps return."""
     calls, losses = [], []
     for x, y in loader:
 
@@ -103,7 +103,7 @@ test_step_returns_what_its_closure_gives = pair(job("sgd"), job("adamw", optimiz
 
 @pair(*(job(name, optimizer=factory) for name, factory in EACH_FUSED_KIND.items()))
 def test_gradients_assigned_by_hand_in_any_layout(model, optimizer, loader, by_hand=untouched):
-    """Transposed, expanded and strided gradients: fused kernels read them as if laid out like the parameter."""
+    """Transposed, expanded and strided gradients: fused kernels read them as if they had the parameter's layout."""
     for x, y in loader:
         gradients = torch.autograd.grad(cross_entropy(by_hand(model)(x), y), [*model.parameters()])
         for p, gradient in zip(model.parameters(), gradients, strict=True):

@@ -1,4 +1,4 @@
-"""Ways into a model other than calling it: submodules, own methods, indexing, hooks, the user's casts."""
+"""Ways into a model other than calling it: submodules, custom methods, indexing, hooks, the user's casts."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from .tasks import ADAMW, ConvNet, Net, entropy, fit, images, job, steps, train,
 
 
 class Watching(nn.Linear):
-    """A linear layer that notes under what it ran: its output's dtype, and whether autocast was on."""
+    """A linear layer that records its output's dtype, and whether autocast was enabled."""
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -24,7 +24,7 @@ class Watching(nn.Linear):
 
 
 class Autoencoder(nn.Module):
-    """Its codes are outputs, too, so their activation is none that a model's output is computed with in fp32."""
+    """Its codes are outputs, too, so their activation is not part of the fp32 computation of a model's output."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ def test_submodules_and_methods_called_by_the_loop(model, optimizer, loader, by_
 
 
 def test_methods_and_submodules_run_in_bf16_and_give_fp32():
-    """An explicit check of what the loop above compares."""
+    """An explicit check of the values that the loop above compares."""
 
     @nano(precision="bf16", verbose=False)
     def compute(model, x):
@@ -105,7 +105,7 @@ def test_hooks_of_the_user_on_modules(model, optimizer, loader, by_hand=untouche
 
 
 class WithFp32Part(nn.Module):
-    """Keeps a delicate part out of whatever autocast surrounds it, and runs another under its own."""
+    """Keeps a sensitive part out of any surrounding autocast, and runs another part under its own."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ def test_an_fp32_region_of_the_users_inside_forward(model, optimizer, loader, by
 
 @pair(job(model=Autoencoder))
 def test_autocast_of_the_user_around_the_loops_calls(model, optimizer, loader, by_hand=untouched):
-    """The user's own autocast works as ever, whatever the precision, and the outputs stay as it makes them."""
+    """The user's own autocast works as usual, whatever the precision, and the outputs keep its dtype."""
     outputs = []
     for x, _ in steps(loader, optimizer):
         with torch.autocast("cpu", torch.bfloat16):
@@ -144,9 +144,9 @@ def test_autocast_of_the_user_around_the_loops_calls(model, optimizer, loader, b
     return outputs, [layer.saw for layer in model.layers]
 
 
-@pair(job(model=Autoencoder), without=ROUNDED)  # it is for autocast
+@pair(job(model=Autoencoder), without=ROUNDED)  # casts are autocast's
 def test_disable_casts_around_the_loops_calls(model, optimizer, loader, by_hand=untouched):
-    """Without `by_hand`: what runs inside is plain fp32."""
+    """Without `by_hand`: the code inside runs in plain fp32."""
     outputs = []
     for x, _ in loader:
         for _ in steps([x], optimizer):
@@ -226,7 +226,7 @@ def test_a_module_added_and_one_replaced_inside_the_loop(model, optimizer, loade
 
 
 class Agent(Net):
-    """Trains itself: a method of the model holds the loop, as agents of reinforcement learning often have it."""
+    """Trains itself: a method of the model holds the loop, as is common for agents in reinforcement learning."""
 
     def update(self, optimizer, batches, by_hand):
         return train(entropy(by_hand(self)), batches, optimizer)
@@ -240,14 +240,14 @@ def test_a_method_of_the_model_that_holds_the_loop(model, optimizer, loader, by_
 
 @pair(job())
 def test_a_module_of_the_loops_own_is_left_alone(model, optimizer, loader, by_hand=untouched):
-    """A head that the loop makes for itself is no part of the model, so it runs plain."""
+    """A head created by the loop is not part of the model, so it runs plain."""
     probe = Watching(16, 3)
     train(entropy(lambda x: probe(by_hand(model.encoder)(x))), loader, optimizer)
     return probe.saw
 
 
 class Tabled(nn.Module):
-    """Looks attributes up in a table of its own, whose error is not AttributeError."""
+    """Looks attributes up in its own table, whose error is not AttributeError."""
 
     def __init__(self):
         super().__init__()

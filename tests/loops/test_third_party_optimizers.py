@@ -1,4 +1,4 @@
-"""Optimizers of other libraries, and one of the user's own, train as in the plain loop, in every precision."""
+"""Optimizers of other libraries and a user-defined one train as in the plain loop, in every precision."""
 
 import warnings
 
@@ -16,7 +16,7 @@ STEPS = 30
 
 def library(name):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels for GPUs
+        warnings.simplefilter("ignore")  # about kernels for GPUs
         return pytest.importorskip(name, exc_type=ImportError)
 
 
@@ -29,7 +29,7 @@ OPTIMIZERS = {
     "torchao 8 bit": lambda parameters: library("torchao.optim").AdamW8bit(parameters, lr=1e-2),
     "torchao 4 bit": lambda parameters: library("torchao.optim").AdamW4bit(parameters, lr=1e-2),
 }
-SLOW = ("torchao 8 bit", "torchao 4 bit")  # they compile their steps by torch.compile
+SLOW = ("torchao 8 bit", "torchao 4 bit")  # they compile their steps with torch.compile
 EACH = pytest.mark.parametrize(
     "make",
     [pytest.param(make, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, make in OPTIMIZERS.items()],
@@ -53,7 +53,7 @@ def fit(model, optimizer, x, y, around=lambda call: call):
 
 def trained(make, train):
     torch.manual_seed(0)
-    # 4,096 elements and more: what is smaller, the libraries do not quantize.
+    # At least 4,096 elements, below which the libraries do not quantize.
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 4))
     x = torch.randn(128, 64)
     y = x[:, :4].argmax(1)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers: attention goes through nano_loop's, and they learn as under autocast."""
+"""Models of Hugging Face's transformers use nano_loop's attention, and learn as under autocast."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Wrappers of optimizers as public code writes them; three of the four do not call ``Optimizer.__init__``."""
+"""Wrappers of optimizers as written in public code; three of the four do not call ``Optimizer.__init__``."""
 
 from collections import OrderedDict, defaultdict
 
@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 
 class AcceleratedOptimizer(Optimizer):
-    """As in Accelerate: every attribute is a property over the optimizer inside."""
+    """As in Accelerate: every attribute is a property over the wrapped optimizer."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -38,7 +38,7 @@ class AcceleratedOptimizer(Optimizer):
 
 
 class Lookahead(Optimizer):
-    """As in the many copies of lonePatient's: the slow weights are kept beside the inner optimizer's state."""
+    """As in the many copies of lonePatient's: the slow weights are separate from the inner optimizer's state."""
 
     def __init__(self, optimizer, k=2, alpha=0.5):
         self.optimizer, self.k, self.alpha, self.count = optimizer, k, alpha, 0
@@ -47,7 +47,7 @@ class Lookahead(Optimizer):
         self.state = optimizer.state
         self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
 
-    def zero_grad(self, set_to_none=True):  # Optimizer's needs what Optimizer.__init__ makes
+    def zero_grad(self, set_to_none=True):  # Optimizer's method needs attributes set in Optimizer.__init__
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self):
@@ -65,7 +65,7 @@ class Lookahead(Optimizer):
 
 
 class TimmLookahead(Optimizer):
-    """As in timm: the dicts of hooks are there, but torch never calls them."""
+    """As in timm: the dicts of hooks exist, but torch never calls them."""
 
     def __init__(self, base_optimizer, alpha=0.5, k=2):
         self._optimizer_step_pre_hooks = OrderedDict()
@@ -105,7 +105,7 @@ class TimmLookahead(Optimizer):
 
 
 class Rescaled(Optimizer):
-    """As SAM: ``Optimizer.__init__`` is called, and the base optimizer shares the groups."""
+    """As in SAM: ``Optimizer.__init__`` is called, and the base optimizer shares the groups."""
 
     def __init__(self, params, base_optimizer, **options):
         super().__init__(params, options)

@@ -1,4 +1,4 @@
-"""A class attribute is replaced for as long as somebody needs it."""
+"""A class attribute is replaced for as long as it has users."""
 
 import threading
 

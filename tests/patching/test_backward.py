@@ -1,4 +1,4 @@
-"""Work is put off to the end of the outermost backward; `tests/distributed/data_parallel` averages gradients there."""
+"""Work deferred to the end of the outermost backward; see `tests/distributed/data_parallel` for averaged gradients."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def noticing():
 
 
 def weight_that_asks(log, name):
-    """A parameter that logs its gradient's arrival, and asks for a line at the end of the backward."""
+    """Return a parameter that logs its gradient's arrival, and a line at the end of the backward."""
     weight = torch.nn.Parameter(torch.ones(2))
 
     def arrived(parameter):

@@ -1,6 +1,6 @@
 """Layers run around the outermost calls into a model, and around nothing else.
 
-What calls compute, whichever way they enter, is held by `tests/loops/test_submodules.py` and `test_copies.py`.
+`tests/loops/test_submodules.py` and `test_copies.py` check what calls compute for all ways into a model.
 """
 
 import inspect
@@ -61,7 +61,7 @@ def log():
 
 @pytest.fixture
 def count(interceptors, log):
-    """Let a layer around a model's calls log its name."""
+    """Return a function that adds a layer around a model's calls, which logs its name."""
 
     def count(model, name="layer", place="layer", interceptors=interceptors):
         def layer(call):
@@ -77,7 +77,7 @@ def count(interceptors, log):
 
 
 X = torch.ones(1, 3)
-#: Ways into a model, and how often they pass its layer.
+#: Ways into a model, and how often they pass through its layer.
 WAYS = {
     "call": (lambda net: net(X), 1),
     "forward": (lambda net: net.forward(X), 1),
@@ -138,7 +138,7 @@ def test_submodule_set_up_after_its_parent_keeps_one_layer_a_call(net, count, lo
 
 
 def test_function_compiled_during_a_run_forgets_the_layers_with_it(net):
-    """torch.compile traces the layers into its graph; the run's end has to make it trace again."""
+    """torch.compile traces the layers into its graph, so it has to retrace after the run."""
 
     def doubling(call):
         return lambda function, *args, **kwargs: call(function, *args, **kwargs) * 2
@@ -190,7 +190,7 @@ def arguments(net):
 
 
 def test_arguments_of_methods_are_those_of_the_originals_to_whoever_asks(net, count):
-    """BigDL-Nano's LightningModule reads `getfullargspec`, which does not look behind `functools.wraps`."""
+    """BigDL-Nano's LightningModule uses `getfullargspec`, which does not follow `functools.wraps`."""
     before = arguments(net)
     count(net)
     assert arguments(net) == before

@@ -1,4 +1,4 @@
-"""The deterministic mode of torch is noticed whenever and however it is switched on."""
+"""torch's deterministic mode is noticed whenever and however it is enabled."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_listeners_are_told_each_time_that_it_is_switched_on(way):
             assert may_depend_on_times()
             for _ in range(2):
                 way()
-                way()  # which changes nothing
+                way()  # this changes nothing
                 torch.use_deterministic_algorithms(False)
         assert told == [False, False]
         way()

@@ -34,7 +34,7 @@ def build(kind, settings, parameters=None):
 
 
 def fill(optimizer, seed, skip=()):
-    """Give each parameter a gradient that the seed determines, but for those at the places to skip."""
+    """Set each parameter's gradient from a seed, except for the parameters to skip."""
     generator = torch.Generator().manual_seed(seed)
     for place, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
         gradient = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
@@ -42,7 +42,7 @@ def fill(optimizer, seed, skip=()):
 
 
 def step(*optimizers, seed, skip=(), **settings):
-    """Step the optimizers with the gradients of a seed, after their first group has got some settings."""
+    """Step the optimizers with the gradients of a seed, after changing settings of their first group."""
     for each in optimizers:
         fill(each, seed, skip)
         each.param_groups[0].update(settings)
@@ -66,20 +66,20 @@ def assert_equal(one, other):
 
 @pytest.fixture
 def refused(monkeypatch):
-    """Return a function that lets torch's own step of a kind of optimizer fail from now on."""
+    """Return a function that makes torch's own step of an optimizer class fail from now on."""
 
     def refuse(kind):
         def fails(*args, **kwargs):
             raise AssertionError("torch's own step was called")
 
-        # As a function of torch's module: one of the program's is never left out.
+        # As a function of torch's module, because a method of the program's is never skipped.
         monkeypatch.setattr(kind, "_init_group", FunctionType(fails.__code__, {"__name__": kind.__module__}))
 
     return refuse
 
 
 def by_torch():
-    """Hold a block to calling torch's own step, which is refused."""
+    """Assert that a block calls torch's own step, which fails."""
     return pytest.raises(AssertionError, match="torch's own step")
 
 
@@ -97,7 +97,7 @@ def test_steps_are_torchs_bit_for_bit_with_groups_missing_gradients_and_changing
     for each in steps[:-1]:
         step(plain, **each)
     with stepped_directly(direct):
-        step(direct, **steps[0])  # torch's own, which makes the state
+        step(direct, **steps[0])  # torch's own step, which creates the state
         refused(kind)
         for each in steps[1:-1]:
             step(direct, **each)
@@ -110,7 +110,7 @@ def test_steps_are_torchs_bit_for_bit_with_groups_missing_gradients_and_changing
     ("kind", "settings", "name", "becomes_0"),
     [
         (Adam, {"fused": True}, "exp_avg", True),
-        (Adam, {"fused": True, "eps": 1e-20}, "exp_avg", False),  # it may matter beside this
+        (Adam, {"fused": True, "eps": 1e-20}, "exp_avg", False),  # it may matter compared with this epsilon
         (Adagrad, {"fused": True}, "sum", True),
         (SGD, {"fused": True, "momentum": 0.9}, "momentum_buffer", True),
     ],
@@ -186,7 +186,7 @@ def test_classes_are_restored_and_other_optimizers_of_a_class_are_torchs(refused
         assert set(vars(direct)) == set(vars(other))
         pickle.loads(pickle.dumps(direct))
         twin = copy.deepcopy(direct)
-        build(AdamW, {})  # torch looks whether the class is wrapped already
+        build(AdamW, {})  # torch checks whether the class is already wrapped
     assert {kind: dict(vars(kind)) for kind in (Adam, AdamW, SGD)} == before
     with by_torch():
         twin.step()
@@ -200,7 +200,7 @@ def test_step_that_somebody_else_has_wrapped_is_left_alone(monkeypatch):
         calls.append(self)
         return original(self, *args, **kwargs)
 
-    wrapped.hooked, wrapped.__wrapped__ = True, original  # as functools.wraps would have it
+    wrapped.hooked, wrapped.__wrapped__ = True, original  # as functools.wraps would set it
     direct = build(AdamW, {})
     monkeypatch.setattr(AdamW, "step", wrapped)
     with stepped_directly(direct):

@@ -1,4 +1,4 @@
-"""What is traced, scripted or exported inside a run is the plain model."""
+"""Models that are traced, scripted or exported inside a run are the plain models."""
 
 import copy
 import io
@@ -40,7 +40,7 @@ OPTIONS = {
 
 
 def again(program):
-    """Go through a file."""
+    """Save and reload a program."""
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
@@ -57,11 +57,11 @@ EXPORTS = {
     "export": lambda model, x: again(torch.export.export(model, (x,))),
     "strict export": lambda model, x: again(torch.export.export(model, (x,), strict=True)),
     "export by name": lambda model, x: again(export_by_name(model, (x,))),
-    "fx": lambda model, x: copy.deepcopy(torch.fx.symbolic_trace(model)),  # which else shares the model's own layers
+    "fx": lambda model, x: copy.deepcopy(torch.fx.symbolic_trace(model)),  # shares the model's layers unless copied
 }
 
 
-#: What is exported with both is for all that each does.
+#: Exports with both options cover each one alone.
 EACH_OPTION = [
     pytest.param(OPTIONS[name], id=name, marks=[pytest.mark.slow] * (name in ("channels_last", "bf16")))
     for name in OPTIONS
@@ -70,7 +70,7 @@ EACH_OPTION = [
 
 @pytest.fixture(params=EACH_OPTION)
 def running(request):
-    """A model in a run, and its copy from before."""
+    """A model in a run, and a copy from before the run."""
     torch.manual_seed(0)
     model = Net().eval()
     plain = copy.deepcopy(model)
@@ -113,7 +113,7 @@ def test_classes_and_functions_are_scripted_as_without_a_run(running):
     def halve(x: torch.Tensor):
         return x * half
 
-    with pytest.raises(RuntimeError, match="half"):  # a closure's float, which TorchScript refuses
+    with pytest.raises(RuntimeError, match="half"):  # a closure's float, which TorchScript rejects
         torch.jit.script(halve)
     scripted = torch.jit.script(doubled)
     assert scripted(torch.ones(1)).item() == 2

@@ -1,4 +1,4 @@
-"""What is undone with one of the user's objects, and holds none of them."""
+"""Undo functions end with the user's objects, and keep none of them alive."""
 
 import weakref
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""A copy iterates for the loader, changes compose, and neither the loader nor any process keeps a trace."""
+"""A copy iterates for the loader, changes compose, and no trace is left in the loader or a process."""
 
 import multiprocessing
 import pickle
@@ -25,7 +25,7 @@ class Numbers(Dataset):
 
 
 class Order(LoaderChange):
-    """Another order, and another length."""
+    """A change to another order and another length."""
 
     def __init__(self, *batches):
         self.batches = batches
@@ -55,7 +55,7 @@ class Around(LoaderChange):
 
 @pytest.fixture(autouse=True)
 def no_trace():
-    pickle.dumps(DataLoader(Numbers()))  # of which Python leaves a cache on the class
+    pickle.dumps(DataLoader(Numbers()))  # Python caches its reduce data on the class
     before = dict(vars(DataLoader))
     yield
     assert dict(vars(DataLoader)) == before
@@ -186,5 +186,5 @@ def test_nothing_stays_where_the_run_fails():
 
     with pytest.raises(KeyError) as caught:
         run()
-    assert caught.traceback  # which holds the frame, and so the iterator
+    assert caught.traceback  # it holds the frame, and so the iterator
     assert not workers()

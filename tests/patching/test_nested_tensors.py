@@ -1,4 +1,4 @@
-"""Tensors are found and changed wherever they are nested; containers keep their classes."""
+"""Tensors are found and changed at any nesting level; containers keep their classes."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Scored(tuple):
-    """A tuple that is made by two arguments, and has an attribute."""
+    """A tuple subclass with a two-argument constructor and an attribute."""
 
     def __new__(cls, tensor, score):
         made = super().__new__(cls, (tensor, score))
@@ -25,7 +25,7 @@ class Scored(tuple):
 
 
 class Named(Pair):
-    """A named tuple that is made by one argument."""
+    """A named tuple with a one-argument constructor."""
 
     def __new__(cls, left):
         return super().__new__(cls, left, "right")
@@ -39,7 +39,7 @@ class Frozen:
 
 @dataclasses.dataclass
 class Output(OrderedDict):
-    """A mapping and a dataclass at once, as the outputs of transformers' models are."""
+    """A mapping that is also a dataclass, like the outputs of transformers' models."""
 
     logits: torch.Tensor
 

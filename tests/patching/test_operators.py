@@ -1,4 +1,4 @@
-"""A kernel of torch's is replaced for a time."""
+"""A kernel of torch's is replaced temporarily."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def test_function_stands_in_until_the_context_is_left():
 
 @gets_kernels
 def test_it_stays_until_the_last_user_has_left_and_torchs_kernel_is_taken_once():
-    """Of two runs in two threads the first may end first."""
+    """Of two runs in two threads, the first may end first."""
     first = overridden("bernoulli_.float", plus_ten, "CPU")
     second = overridden("bernoulli_.float", plus_ten, "CPU")
     first.__enter__()
@@ -84,7 +84,7 @@ def test_functions_of_several_runs_stand_at_one_operator_and_leave_in_any_order(
     for context in contexts:
         context.__enter__()
     assert under_autocast().tolist() == [2.0, 2.0]
-    with ruled(frozenset({"tan"}), lambda *_: None):  # makes place for rules, and computes nothing here
+    with ruled(frozenset({"tan"}), lambda *_: None):  # it makes room for rules, but computes nothing here
         assert under_autocast().tolist() == [2.0, 2.0]
     contexts[0].__exit__(None, None, None)
     assert under_autocast().tolist() == [2.0, 2.0]
@@ -122,7 +122,7 @@ def test_function_is_not_traced_where_a_graph_breaks_at_a_recurrent_layer():
 
 @gets_kernels
 def test_what_was_compiled_in_a_run_leaves_no_kernel_for_what_is_compiled_after_it():
-    """torch's Python dispatcher keeps where a key leads. Without the repair, the gradient is None, and torch warns."""
+    """torch's Python dispatcher caches its look-ups. Without the fix, the gradient is None, and torch warns."""
     logits, target = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 1])
 
     def gradient():

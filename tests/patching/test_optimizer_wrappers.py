@@ -1,4 +1,4 @@
-"""A wrapper of optimizers is looked through; what only looks like one is left as it is."""
+"""A wrapper of optimizers is unwrapped; an object that only looks like one is unchanged."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_wrapper_given_with_its_inner_optimizer_counts_once():
 
 
 class Both(Optimizer):
-    """One face for several optimizers."""
+    """One interface to several optimizers."""
 
     def __init__(self, *optimizers):
         super().__init__([p for each in optimizers for group in each.param_groups for p in group["params"]], {})

@@ -1,4 +1,4 @@
-"""It is known whether what torch computes belongs to a set-up model: in calls into it, and in its backwards."""
+"""Computations in calls into a set-up model and in their backwards are attributed to the model."""
 
 import threading
 
@@ -13,7 +13,7 @@ from nano_loop.patching.ownership import Rules, belongs_to_set_up_model
 
 
 class Asking(torch.autograd.Function):
-    """Notes in its forward and in its backward whether it belongs to a set-up model."""
+    """Records in its forward and in its backward whether it belongs to a set-up model."""
 
     @staticmethod
     def forward(ctx, x, notes):
@@ -28,7 +28,7 @@ class Asking(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Asks, once or with its inner part recomputed in the backward."""
+    """Calls `Asking`, once or with its inner part recomputed in the backward."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -54,12 +54,12 @@ def ones():
     return torch.ones(1, 2, requires_grad=True)
 
 
-@pytest.mark.parametrize(("reentrant", "calls"), [(None, 2), (False, 3), (True, 3)])  # forward, again, and backward
+@pytest.mark.parametrize(("reentrant", "calls"), [(None, 2), (False, 3), (True, 3)])  # forward, recompute, backward
 def test_forwards_recomputations_and_backwards_of_a_set_up_model_belong_and_no_others(interceptors, reentrant, calls):
     model, other = Model(reentrant), Model(reentrant)
     interceptors.for_model(model)
     (model(ones()).sum() + other(ones()).sum()).backward()
-    forwards = 2 if reentrant else None  # whose backward is one within another
+    forwards = 2 if reentrant else None  # its backward is one within another
     assert model.notes[:forwards] == [True] * (forwards or calls)
     assert other.notes == [False] * calls
 

@@ -1,4 +1,4 @@
-"""A change to the process lasts until its last user has left, in whatever order they leave."""
+"""A change to the process lasts until its last user has exited, in whatever order they exit."""
 
 import itertools
 import threading

@@ -1,7 +1,7 @@
-"""Tells when a name that torch, or what comes with it, keeps for itself is gone, or does something else.
+"""Fails if a private name of torch, or of a package that it ships with, is removed or changes its behavior.
 
-That each is there is derived from the modules that use them. What loops, payloads and kernels do with most of them is
-held by their own tests; here is what these would not see.
+The names are derived from the modules that use them. Tests of loops, payloads and kernels cover most of the behavior;
+these tests cover the rest.
 """
 
 import ast
@@ -23,7 +23,7 @@ MODULES = [path.stem for path in Path(patching.__file__).parent.glob("torch_priv
 
 
 def chains(module):
-    """Yield each chain of attributes of a module of torch's that a module of ours writes, with what it starts at."""
+    """Yield each chain of attributes of a torch module that one of our modules uses, with its first object."""
     for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
         names = []
         while isinstance(node, ast.Attribute):
@@ -45,7 +45,7 @@ def test_each_name_is_there(name):
     assert looked_up > 3
 
 
-# --- what is asked, before and after ---
+# --- queries, before and after ---
 
 
 def hook(*_):
@@ -65,7 +65,7 @@ def compiled():
     return torch.compile(nn.Linear(2, 2), backend="eager")
 
 
-#: A question, what makes that about which it is asked, and the answer.
+#: A query, a function that makes its argument, and the answer.
 ANSWERS = [
     *((private.is_operator, name, True) for name in (private.FLASH_KERNEL, private.BAGS_KERNEL, "softmax.int")),
     (private.is_operator, "softmax.integer", False),
@@ -89,7 +89,7 @@ def profiling():
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
-#: Contexts, and what is true in them and not outside.
+#: Contexts, and the queries that are true inside them and false outside.
 INSIDE = [
     (torch.overrides.BaseTorchFunctionMode, [private.in_mode], [private.in_dispatch_mode]),
     (lambda: FlopCounterMode(display=False), [private.in_mode, private.in_dispatch_mode], []),

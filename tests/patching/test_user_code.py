@@ -1,4 +1,4 @@
-"""Warnings name the line of the user's code, past all lines of nano_loop and torch."""
+"""Warnings name the line of the user's code, not lines of nano_loop or torch."""
 
 import contextlib
 import inspect
@@ -40,10 +40,10 @@ def test_warning_has_the_users_line_and_is_shown_once_by_default():
 
 
 def fail_through(*files):
-    """Raise in the last of functions in some files, each of which calls the next; return the traceback's files."""
+    """Raise in the last of a chain of functions, one per file; return the files in the traceback."""
     call = "raise ZeroDivisionError"
     for number, file in enumerate(reversed(files)):
-        names = {"call": None if number == 0 else function}  # noqa: F821 - of the turn before
+        names = {"call": None if number == 0 else function}  # noqa: F821 - from the previous iteration
         exec(compile(f"def function():\n    {call}", file, "exec"), names)
         function, call = names["function"], "call()"
     try:
@@ -81,8 +81,8 @@ LINEAR = str(Path(torch.__file__).parent / "nn/modules/linear.py")
         (["user.py", OURS, *[contextlib.__file__] * 3, "model.py"], ["user.py", "model.py"]),
         (["user.py", OURS, LINEAR, TORCH], ["user.py", LINEAR, TORCH]),
         (["user.py", contextlib.__file__, "model.py"], ["user.py", contextlib.__file__, "model.py"]),
-        (["user.py", OURS, OURS], ["user.py", OURS, OURS]),  # an error of nano_loop's
-        (["user.py", OURS, LINEAR, OURS, TORCH], ["user.py", LINEAR, OURS, TORCH]),  # in a kernel of it
+        (["user.py", OURS, OURS], ["user.py", OURS, OURS]),  # an error of nano_loop's own
+        (["user.py", OURS, LINEAR, OURS, TORCH], ["user.py", LINEAR, OURS, TORCH]),  # in one of its kernels
         (["user.py", OURS, pathlib.__file__], ["user.py", OURS, pathlib.__file__]),
         (["user.py", OURS, numpy.__file__], ["user.py", OURS, numpy.__file__]),
         (["user.py", OURS, "model.py", pathlib.__file__], ["user.py", "model.py", pathlib.__file__]),
@@ -109,7 +109,7 @@ def test_error_of_a_model_has_the_frames_that_it_has_without_nano_loop():
         with pytest.raises(RuntimeError, match="mat1") as caught:
             function(Net())
         counts.append(len([*traceback.walk_tb(caught.value.__traceback__)]))
-    assert counts[1] <= counts[0] + 2  # the decorated function, and where it is called
+    assert counts[1] <= counts[0] + 2  # the decorated function, and its caller
 
 
 def test_refusal_has_no_frames_of_nano_loop_but_those_of_the_call():

@@ -1,4 +1,4 @@
-"""A copy of a weight is never one of what the weight was before: whoever writes to it, in whatever way."""
+"""A copy of a weight is never outdated, whoever writes to the weight, and in whatever way."""
 
 import copy
 import gc
@@ -61,7 +61,7 @@ def set_anew(net):
     net.weight = nn.Parameter(torch.ones(8, 8), requires_grad=False)
 
 
-#: Ways to write to the weight of a layer.
+#: Ways to write to a layer's weight.
 WAYS = {
     "clamped by data, as a WGAN does": lambda net: net.weight.data.clamp_(-0.01, 0.01),
     "averaged, as Stable-Baselines3 does": averaged_as_stable_baselines3_does,
@@ -93,14 +93,14 @@ def numpys_own_memory(net):
 
 
 def memory_of_several_processes(net):
-    """Through another mapping, as another process has one."""
+    """Through another mapping, as in another process."""
     net.share_memory()
     shared = net.weight.untyped_storage()._share_filename_cpu_()
     other = torch.UntypedStorage._new_shared_filename_cpu(*shared)
     return lambda: other.fill_(1)
 
 
-#: What takes the memory of a weight before the copy is made, and returns what writes to it afterwards.
+#: Functions that get a weight's memory before the copy is made, and return a function that writes to it later.
 BEFORE = {
     "an array": lambda net: partial(net.weight.detach().numpy().fill, 2),
     "a capsule": lambda net: partial(lambda capsule: from_dlpack(capsule).mul_(2), to_dlpack(net.weight)),
@@ -116,10 +116,10 @@ def test_copy_is_outdated_once_a_weight_is_written_to(change):
     net, kept = layer(), copies()
     before = kept.make(net.weight)
     assert kept.find(net.weight) is before
-    old = net.weight.detach()  # the copy is not just freed with its memory
+    old = net.weight.detach()  # so that the copy is not just freed with its memory
     change(net)
     del old
-    assert not is_right(before, net.weight)  # the way does write
+    assert not is_right(before, net.weight)  # the write did change the weight
     found = kept.find(net.weight)
     assert found is None or is_right(found, net.weight)
     found = kept.make(net.weight)

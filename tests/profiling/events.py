@@ -1,4 +1,4 @@
-"""Events as those of torch.profiler, as far as nano_loop reads them."""
+"""Events like those of torch.profiler, with the attributes that nano_loop reads."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Each event counts for one kind of work, and what no event covers is Python's."""
+"""Each event counts as one kind of work, and time without events is Python's."""
 
 import importlib
 import pkgutil
@@ -50,7 +50,7 @@ def test_functions_of_kernels_are_no_python():
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, torch.autograd.Function) and "kernels" in value.__module__
     }
-    computing = {function.__name__ for function in functions} - {"_Root", "_Place", "_Derived"}  # which compute nothing
+    computing = {function.__name__ for function in functions} - {"_Root", "_Place", "_Derived"}  # these compute nothing
     assert computing >= FUNCTIONS.keys()
     for name in computing:
         assert kind_of(Event(name)) == kind_of(Event(f"{name}Backward")) != kinds.PYTHON

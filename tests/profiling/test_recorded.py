@@ -1,9 +1,9 @@
-"""Of recorded steps of BERT and of ResNet-50, at least 95% is accounted for by a kind of work, and not as the rest.
+"""At least 95% of the time of recorded steps of BERT and ResNet-50 is assigned to a kind of work other than the rest.
 
-The records are of `nano-loop profile` in bf16, with torch 2.13 on a two-core AMD EPYC: the mean microseconds of a step,
-and for each chain of events (an operator, and all that it was called in) the time in it that is in no event inside.
-ResNet-50 has 16 images of 224²; BERT is that of `benchmarks`, with two of its layers and 4 sequences of 128 tokens: a
-step of all twelve has the same chains.
+The records are from `nano-loop profile` in bf16, with torch 2.13 on a two-core AMD EPYC: the mean microseconds per
+step, for each chain of events (an operator and its callers), spent outside nested events. ResNet-50 has 16 images of
+224²; BERT is that of `benchmarks`, with two of its twelve layers and 4 sequences of 128 tokens: a step of all layers
+has the same chains.
 """
 
 import json

@@ -19,9 +19,9 @@ import time
 from proof import exceptions
 
 WORKER = (sys.executable, "-m", "proof.worker")
-#: Seconds without a word after which a process has hung.
+#: Seconds without output after which a process is considered hung.
 _PATIENCE = 180
-#: The parts in which a source is handed out, and which one of how many cases `make proof` trains, in which ways.
+#: By source: the number of parts, and for `make proof`, the ratio of cases to trained cases, and the ways.
 SHARES = {
     "architectures": (16, 1, "one"),
     "operators": (8, 6, ("fp32", "exact")),
@@ -31,14 +31,14 @@ SHARES = {
 
 
 class Tally:
-    """What has become of the cases."""
+    """Counts of the results of the cases."""
 
     def __init__(self, known=exceptions.KNOWN):
         self.known, self.needed, self.tried, self._lock = known, set(), set(), threading.Lock()
         self.passed = self.failed = self.excepted = self.raised = 0
 
     def add(self, case, way, found, raises=None):
-        """Count a way to train a case, and print what is off."""
+        """Count one way of training a case, and print its differences."""
         kinds = {kind for kind, _ in found}
         with self._lock:
             matching = [each for each in self.known if kinds and each.covers(case, way, kinds)]
@@ -52,13 +52,13 @@ class Tally:
                 print(*(f"{case} {way}: {kind} {text}" for kind, text in found[:4]), sep="\n", flush=True)
 
     def unneeded(self):
-        """Return the exceptions whose case was trained, and did not differ: each is an error."""
+        """Return the exceptions whose case was trained without a difference: each is an error."""
         pairs = {(each.case, way) for each in self.known for way in each.ways}
         return sorted(pairs & self.tried - self.needed)
 
 
 def take(waiting, tally, threads):
-    """Have a process answer requests until none waits; one that dies or hangs has failed, and another goes on."""
+    """Let a process answer requests until none is left; a process that dies or hangs is a failure, and is replaced."""
     request = None
     while request is not None or not waiting.empty():
         with contextlib.ExitStack() as stack:
@@ -79,7 +79,7 @@ def take(waiting, tally, threads):
 
 
 def _left_of(request, process, tally):
-    """Have a request answered; return what is left of it behind the case in which the process has ended."""
+    """Process a request; return the remainder after the case in which the process died, if it did."""
     process.stdin.write(json.dumps(request) + "\n")
     process.stdin.flush()
     case = None
@@ -100,7 +100,7 @@ def _left_of(request, process, tally):
 
 
 def requests(everything, only, ways, sources):
-    """Return what processes are asked for: parts of sources."""
+    """Return the requests for the processes: parts of sources."""
     found = []
     for source in sources:
         parts, share, of_source = SHARES[source]
@@ -112,7 +112,7 @@ def requests(everything, only, ways, sources):
 
 
 def main(arguments=None):
-    """Train what is asked for, and return the exit status."""
+    """Train the selected cases, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__.partition("\n")[0])
     parser.add_argument("--all", action="store_true", help="every case in every way, and docs/exceptions.md is written")
     parser.add_argument("--only", default="*", help="the cases whose names match, with * for anything")

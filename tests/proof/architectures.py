@@ -1,4 +1,4 @@
-"""Architectures of transformers in a small size: configurations are shrunk by the names of their fields."""
+"""Architectures of transformers at a small size: configurations are shrunk by the names of their fields."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ _MOST_PARAMETERS = 10_000_000
 _MOST_ATTEMPTS = 20
 _VOCABULARY = 128
 
-#: What a field that matches becomes where it is larger; the first rule holds. A list keeps its length.
+#: Maximum values of matching fields; the first matching rule applies. A list keeps its length.
 _SIZES = (
     (r"\w*vocab_size\w*|codebook_size|n_vocab|vocab", _VOCABULARY),
     (r"\w*(num_key_value_heads|n_head_kv|num_kv_heads|linear_num_key_heads)", 2),
@@ -37,23 +37,23 @@ _SIZES = (
     (r"(mamba_)?chunk_size", 8),
 )
 _LAYERS = (r"\w*(num_hidden_layers|num_layers|n_layers?|encoder_layers|decoder_layers|num_blocks|depth|layer_num)", 2)
-#: Fields that are None unless a configuration says more.
+#: Fields that are None by default, but that some models require.
 _FILLED = re.compile("num_experts_per_tok|topk_group|n_group|moe_topk|head_dim")
 #: Names of configurations.
 KINDS = sorted(CONFIG_MAPPING)
-#: Sets of rules; where a configuration is refused, or no input is accepted, the next one is tried.
+#: Sets of rules; if a configuration is rejected, or no input is accepted, the next set is tried.
 _SETS = (
     (_LAYERS, *_SIZES),
     _SIZES,
     (_LAYERS, *((rule, {32: 64, 8: 16}.get(value, value)) for rule, value in _SIZES)),
-    # Rotary sections that are given in numbers want their size of a head.
+    # Rotary sections given as integers require their own head size.
     (_LAYERS, *((rule, {32: 256, 4: 2}.get(value, value)) for rule, value in _SIZES if value != 8)),
     (_LAYERS, _SIZES[0], _SIZES[3], *_SIZES[8:]),
 )
 
 
 def _shrunk(name, default, sizes):
-    """Return what a field becomes."""
+    """Return the new value of a field."""
     if isinstance(default, dict) and "mrope_section" in default:
         return {**default, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
     for rule, size in sizes:
@@ -68,7 +68,7 @@ def _shrunk(name, default, sizes):
 
 
 def _configuration(cls, sizes, given=None):
-    """Return a small configuration of a class; fields that follow from others are left to it."""
+    """Return a small configuration of a class; it derives fields that depend on others itself."""
     settings = dict(given or {})
     for field in dataclasses.fields(cls):
         default = settings.get(field.name, field.default)
@@ -85,9 +85,9 @@ def _configuration(cls, sizes, given=None):
 
 
 def _classes(kind):
-    """Return classes of models that a kind of configuration has, those without a head first."""
+    """Return the model classes of a kind of configuration, those without a head first."""
     cls, found = CONFIG_MAPPING[kind], []
-    with contextlib.suppress(KeyError, ValueError):  # it has none, or a name that is none of its module
+    with contextlib.suppress(KeyError, ValueError):  # it has none, or a name that its module lacks
         found.append(MODEL_MAPPING[cls])
     with contextlib.suppress(Exception):
         module = importlib.import_module(cls.__module__.replace("configuration_", "modeling_"))
@@ -98,7 +98,7 @@ def _classes(kind):
 
 
 def _inputs(model, config):
-    """Yield arguments of a model by their names: its main input, with or without words and a decoder's words."""
+    """Yield model arguments by name: its main input, with or without token ids and a decoder's token ids."""
     names, text = inspect.signature(model.forward).parameters, config.get_text_config()
     words = torch.randint(3, max(4, min(getattr(text, "vocab_size", None) or _VOCABULARY, _VOCABULARY)), (2, 12))
     images = [torch.randn(2, 3, 64, 64), torch.randn(2, 4, 3, 32, 32)]
@@ -127,7 +127,7 @@ def _inputs(model, config):
 
 
 def _attempts(kind):
-    """Yield small models of a kind with arguments that may be theirs. What is refused is of no interest."""
+    """Yield small models of a kind with possible arguments. Rejected attempts are skipped."""
     for sizes, cls in itertools.product(_SETS, _classes(kind)):
         with contextlib.suppress(Exception):
             config = _configuration(CONFIG_MAPPING[kind], sizes)
@@ -144,7 +144,7 @@ def build(kind):
     for model, named in itertools.islice(_attempts(kind), _MOST_ATTEMPTS):
         with contextlib.suppress(Exception):
             program = Program(model, (), named)
-            tried = program.copy()  # a model may keep what it has computed
+            tried = program.copy()  # a model may keep intermediate results
             loss = loss_of(tried.model(**tried.inputs[1]))
             if loss is not None and loss.isfinite():
                 loss.backward()

@@ -1,4 +1,4 @@
-"""What differs and is known to, with a reason: the end of docs/exceptions.md is written from this table."""
+"""Known differences, with their reasons: the end of docs/exceptions.md is written from this table."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +8,7 @@ TORCHS, OURS, BY_DESIGN = "torch's", "ours", "by design"
 
 
 class Known(NamedTuple):
-    """A case that differs, as others of its family may, in these ways and kinds of result."""
+    """A case that may differ, like others of its family, in these ways and kinds of result."""
 
     case: str
     ways: tuple[str, ...]
@@ -42,7 +42,7 @@ KNOWN = tuple(
     )
 )
 
-#: What is written behind the marks; before them stands what no sample of the sources does.
+#: Text after the marker is generated; text before it covers differences that no sample has.
 _BEGIN, _END = "<!-- by make proof-all -->", "<!-- end -->"
 _PROOF = """
 

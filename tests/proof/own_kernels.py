@@ -1,4 +1,4 @@
-"""Lets samples as small as those of the sources be computed by nano_loop's kernels, which are for larger ones."""
+"""Makes nano_loop's kernels compute samples as small as those of the sources; the kernels are for larger ones."""
 
 import importlib
 import pkgutil
@@ -12,7 +12,7 @@ from nano_loop.policy import product_precision
 from nano_loop.steps import products
 from nano_loop.steps.kernels import models
 
-#: The names of constants below which torch's kernel is faster.
+#: Names of constants that are thresholds between torch's kernel and nano_loop's.
 _LEAST = re.compile(r"MIN_[A-Z]+|MANY_CLASSES|LARGE(_IN_FP32)?|SMALLEST_WEIGHT")
 _HEADS = (
     *((layers, "LEAST_LOGITS", 1), (layers, "LEAST_CLASSES", 100)),
@@ -21,7 +21,7 @@ _HEADS = (
 
 
 def take_own_kernels(put=setattr):
-    """Set the sizes from which on kernels of ours compute to one, and let races be won by algorithms of ours."""
+    """Set the size thresholds of nano_loop's kernels to one, and let nano_loop's algorithms win all races."""
     inside = pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
     for module in (*(importlib.import_module(each.name) for each in inside), models, product_precision, products):
         for name, value in [*vars(module).items()]:

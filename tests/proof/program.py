@@ -1,4 +1,4 @@
-"""What a case trains: a model with its inputs, and what is left of it once it has trained."""
+"""A training case: a model with its inputs, and the state after training."""
 
 import contextlib
 import copy
@@ -10,28 +10,28 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-torch.optim.SGD([torch.zeros(1)])  # the first one changes its class, for ever
+torch.optim.SGD([torch.zeros(1)])  # the first one changes its class permanently
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 class Program:
-    """A training step with SGD and one with AdamW. A subclass trains otherwise.
+    """A training step with SGD and one with AdamW. A subclass trains in another way.
 
     Parameters
     ----------
     model : torch.nn.Module
-        What is trained, if it has parameters.
+        The model, which is trained if it has parameters.
     inputs : tuple
-        Arguments of its call. Tensors that require gradients get them, and the gradients are compared.
+        Arguments of the model. Gradients of tensors that require them are compared.
     named : dict
-        Arguments by name.
+        Keyword arguments.
     """
 
     def __init__(self, model, inputs=(), named=None):
         self.model, self.inputs = model, (inputs, named or {})
 
     def copy(self, in_fp64=False):
-        """Return a program that starts alike, and which this one does not change."""
+        """Return a program with the same initial state, which this one does not change."""
         made = copy.copy(self)
         made.model, made.inputs = copy.deepcopy(self.model), tree_map(_copied, self.inputs)
         if in_fp64:
@@ -39,7 +39,7 @@ class Program:
         return made
 
     def redrawn(self, number):
-        """Return a copy whose tensors are up to a hundredth smaller each, so that others round, and ties stay ties."""
+        """Return a copy with each tensor scaled down by up to 1%, so that roundings differ and ties stay ties."""
         made, generator = self.copy(), torch.Generator().manual_seed(number)
         with torch.no_grad():
             for value in tree_leaves((made.inputs, [*made.model.parameters()])):
@@ -48,14 +48,14 @@ class Program:
         return made
 
     def optimizers(self):
-        """Return the optimizers, whose steps follow each other. AdamW's epsilon keeps it from magnifying rounding."""
+        """Return the optimizers, which step in turn. AdamW's epsilon keeps it from amplifying rounding errors."""
         parameters = [each for each in self.model.parameters() if each.requires_grad]
         if not parameters:
             return []
         return [torch.optim.SGD(parameters, 0.01, momentum=0.9), torch.optim.AdamW(parameters, 0.01, eps=0.01)]
 
     def run(self, optimizers, around, record):
-        """Train, with each call of the model inside of ``around()``; pass what is to be compared to ``record``."""
+        """Train, with each call of the model inside ``around()``; pass the values to compare to ``record``."""
         for optimizer in optimizers or [None]:
             inputs, named = tree_map(_copied, self.inputs)
             self.model.zero_grad()
@@ -78,14 +78,14 @@ def _copied(value):
 
 
 def in_fp64_too(value):
-    """Return a tensor in twice the digits, with a gradient of its own, and anything else as it is."""
+    """Return a tensor in double its precision, with its own gradient; return other values unchanged."""
     if not torch.is_tensor(value) or value.dtype not in _WIDER:
         return value
     return value.detach().to(_WIDER[value.dtype]).requires_grad_(value.requires_grad)
 
 
 def loss_of(outputs):
-    """Return a loss to which all numbers of the outputs add, with weights near one that differ, or None."""
+    """Return a loss that depends on all values of the outputs, with distinct weights near one, or None."""
     losses = []
     for value in filter(torch.is_tensor, tree_leaves(outputs)):
         if value.requires_grad and value.numel():
@@ -98,7 +98,7 @@ def loss_of(outputs):
 
 
 class Outcome(NamedTuple):
-    """What a training has computed, by kind, each a list of tensors and other values; its error; what it has left."""
+    """The results of a training, by kind, as lists of tensors and other values; its error; and the remaining state."""
 
     found: dict
     error: str | None
@@ -106,7 +106,7 @@ class Outcome(NamedTuple):
 
 
 def train(program, accelerate=None, around=contextlib.nullcontext):
-    """Train a copy that is passed, in what ``accelerate(model, optimizers)`` returns, and return its `Outcome`."""
+    """Train the program, which should be a copy, within ``accelerate(model, optimizers)``; return its `Outcome`."""
     seed(1)
     found, error, optimizers, before = {}, None, [], _process()
 
@@ -136,21 +136,21 @@ def _kept(value):
 
 
 def seed(number):
-    """Start all random numbers anew."""
+    """Seed all random number generators."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
 
 
 def _process():
-    """Return what a run changes in the process."""
+    """Return the state of the process that a run changes."""
     functions = nn.Module.__call__, torch.optim.SGD.step, torch.nn.functional.cross_entropy, torch.Tensor.backward
     modes = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled()
     return torch.get_num_threads(), torch.get_default_dtype(), *modes, *functions
 
 
 def _structure(model, optimizers):
-    """Return what else there is of models and optimizers, in lines: classes, fields, hooks, layouts, options."""
+    """Return the other state of models and optimizers, as lines: classes, fields, hooks, layouts, options."""
     lines = []
     for name, module in model.named_modules():
         hooks = [len(value) for field, value in vars(module).items() if field.endswith("_hooks")]
@@ -168,5 +168,5 @@ def _described(value):
     if not torch.is_tensor(value):
         return repr(value) if isinstance(value, (bool, int, str, list, type(None))) else type(value).__name__
     strides = value.stride() if value.layout is torch.strided else ()
-    strides = [stride for size, stride in zip(value.shape, strides, strict=False) if size > 1]  # of others, nothing
+    strides = [stride for size, stride in zip(value.shape, strides, strict=False) if size > 1]  # others are arbitrary
     return f"{type(value)} {value.dtype} {value.requires_grad} {value.layout} {strides}"

@@ -1,6 +1,6 @@
 """The four sources of cases: torch's databases of modules, operators and optimizers, and architectures of transformers.
 
-Each yields families by name, with a function that returns samples, and one that makes a program of a sample.
+Each yields families by name, with a function that returns samples, and one that makes a program from a sample.
 """
 
 import zlib
@@ -18,14 +18,14 @@ from proof.stepping import SCENARIOS, Stepping
 
 
 class Case(NamedTuple):
-    """A sample by its name, which begins with those of its source and of its family, and what builds its program."""
+    """A sample with its name, which starts with its source and its family, and a function that builds its program."""
 
     name: str
     build: Callable[[], Program]
 
 
 def hash_of(name):
-    """Return a number that stays the same in every process."""
+    """Return a hash that is the same in every process."""
     return zlib.crc32(name.encode())
 
 
@@ -66,7 +66,7 @@ def _module(info, training, sample):
 
 
 class Operator(nn.Module):
-    """Calls an operator on what its sample has; tensors that have gradients are parameters of this module."""
+    """Calls an operator with the arguments of its sample; tensors that require gradients become parameters."""
 
     def __init__(self, function, processed, arguments):
         super().__init__()
@@ -80,27 +80,27 @@ class Operator(nn.Module):
         return _Held(len(self._parameters) - 1)
 
     def forward(self):
-        """Return what gets gradients of the operator's results."""
+        """Return the operator's results that get gradients."""
         held = [*self.parameters()]
         given = tree_map(lambda each: held[each] if isinstance(each, _Held) else each, self.arguments)
         return self.processed(self.function(given[0], *given[1], **given[2]))
 
     def double(self):
-        """Hold twice the digits, also of complex numbers."""
+        """Convert to double precision, including complex tensors."""
         self.arguments = tree_map(in_fp64_too, self.arguments)
         for name, value in [*self._parameters.items()]:
             setattr(self, name, nn.Parameter(in_fp64_too(value.detach())))
         return self
 
     def __deepcopy__(self, memo):
-        held = [*self.parameters()]  # which are not copied by their arguments
+        held = [*self.parameters()]  # `arguments` refers to them by index
         copied = tree_map(lambda each: each.clone() if torch.is_tensor(each) else each, self.arguments)
         given = tree_map(lambda each: held[each] if isinstance(each, _Held) else each, copied)
         return Operator(self.function, self.processed, given)
 
 
 class _Held(int):
-    """The place of a parameter."""
+    """The index of a parameter."""
 
 
 def _operators():

@@ -1,4 +1,4 @@
-"""Optimizers over several steps, with what programs do between two of them."""
+"""Optimizers over several steps, with actions of programs between them."""
 
 import copy
 
@@ -8,14 +8,14 @@ from torch import nn
 from proof.program import Program
 
 _STEPS = 5
-#: What a program does besides stepping: it adds a group and changes settings; loads a state in the middle, of another
-#: layout; leaves gradients out and freezes; has schedulers; passes closures; clips, and sets gradients itself; and has
-#: sparse gradients or complex parameters, where the optimizer takes them.
+#: Actions of a program other than stepping: adding a group and changing settings; loading a state of another layout;
+#: missing gradients and frozen parameters; schedulers; closures; clipping, and assigned gradients; and sparse gradients
+#: or complex parameters, if the optimizer supports them.
 SCENARIOS = ("plain", "groups", "loaded", "missing", "scheduled", "closures", "clipped", "sparse", "complex")
 
 
 class Targets(nn.Module):
-    """Parameters of several shapes and layouts; the loss is their squared distance from targets of their own."""
+    """Parameters of several shapes and layouts; the loss is their squared distance from individual targets."""
 
     def __init__(self, only_matrices, sparse, is_complex, in_order):
         super().__init__()
@@ -26,7 +26,7 @@ class Targets(nn.Module):
             self.image = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
             self.number, self.large = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(1111))
             self.transposed = nn.Parameter(torch.randn(6, 9).t())
-        if in_order:  # LBFGS makes one vector of all
+        if in_order:  # LBFGS flattens all into one vector
             for value in self.parameters():
                 value.data = value.data.contiguous()
         if is_complex:

@@ -1,4 +1,4 @@
-"""The page of exceptions, and what the proof counts."""
+"""The page of exceptions, and the counts of the proof."""
 
 import queue
 import sys
@@ -68,7 +68,7 @@ def test_case_whose_process_dies_has_failed_and_the_others_are_trained(monkeypat
 
 
 class Draws(NamedTuple):
-    """A program by the numbers of the draws in which ours and plain torch are off."""
+    """A program, given by the indices of the draws in which ours and plain torch are off."""
 
     ours: range
     plain: range = range(0)
@@ -79,7 +79,7 @@ class Draws(NamedTuple):
 
 
 class Trained(ways.Compared):
-    """Draws that are not trained."""
+    """Compares draws without training."""
 
     def plain(self, in_fp64=False, around=None, again=False):
         return self._off(not in_fp64 and self.program.number in self.program.plain)
@@ -100,7 +100,7 @@ class Trained(ways.Compared):
         (Draws(range(13), range(13, 17)), False),
         (Draws(range(0, 17, 2), range(1, 17, 2)), False),
         (Draws(range(1)), False),
-        (Draws(range(1, 17)), False),  # the first one is right
+        (Draws(range(1, 17)), False),  # the first one is within the tolerance
     ],
 )
 def test_result_that_falls_short_more_often_than_plain_torchs_differs(draws, differs, monkeypatch):

@@ -1,4 +1,4 @@
-"""Each source finds faults that are planted in the accelerated paths which it is for."""
+"""Each source finds faults planted in the accelerated code paths that it covers."""
 
 from functools import partial
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def planted(owner, name, fault, put):
-    """Put a fault, which gets the original and its arguments, in the place of a function or method."""
+    """Replace a function or method with a fault, which gets the original and its arguments."""
     original = getattr(owner, name)
     put(owner, name, lambda *args: fault(original, *args))
 
 
 def scaled(operator, factor):
-    """Let the kernels that replace an operator be off by a factor."""
+    """Scale the results of the kernels that replace an operator."""
 
     def fault(original, self, call):
         result = original(self, call)
@@ -35,7 +35,7 @@ def scaled(operator, factor):
 
 
 def raising(operator):
-    """Let the kernels that replace an operator raise."""
+    """Make the kernels that replace an operator raise."""
 
     def fault(original, self, call):
         if self.operator.startswith(operator):
@@ -46,7 +46,7 @@ def raising(operator):
 
 
 def at_setup(act):
-    """Let a set-up do something else, too."""
+    """Make a set-up do something additional."""
 
     def fault(original, self, model, *others):
         act(model, *others)
@@ -61,7 +61,7 @@ def layouts_not_asked(put):
 
 
 def wrapped(change):
-    """Let a set-up put a function around the model's outputs."""
+    """Make a set-up wrap the model's outputs in a function."""
     return at_setup(lambda model, *others: model.register_forward_hook(lambda module, given, out: change(out)))
 
 

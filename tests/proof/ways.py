@@ -1,4 +1,4 @@
-"""The ways in which a case is trained, and what each has to keep."""
+"""The ways in which a case is trained, and the requirements for each."""
 
 import contextlib
 import functools
@@ -13,16 +13,16 @@ from torch.utils._pytree import tree_leaves
 from nano_loop import accelerated
 from proof.program import train
 
-#: Where fp64 has drawn other random numbers, and plain torch is off from it by more than this share, and where fp64 has
-#: no kernel, half of the digits of plain torch's own results are compared.
+#: If fp64 draws other random numbers, so that plain torch is off from it by more than this share, or if fp64 has no
+#: kernel, half of the digits of plain torch's own results are compared.
 _ELSE, _HALF = 0.01, 2.0**-12
-#: How often a program is trained again, each time with other numbers, where a result falls short; and the chance that
-#: what is as near as plain torch falls short so much more often than plain torch, measured by it, does.
+#: The number of times a program is retrained with other values if a result falls short, and the probability that an
+#: implementation as close as plain torch falls short more often than plain torch by this much.
 _DRAWS, _CHANCE = 16, 0.001
 
 
 class Way(NamedTuple):
-    """Options of a run, what compares its results, and to which programs it applies."""
+    """Options of a run, the comparison of its results, and the programs to which it applies."""
 
     options: dict
     differences: Callable
@@ -34,31 +34,31 @@ def _has_images(program):
 
 
 def by_hand():
-    """Return what a program without nano_loop puts around its calls."""
+    """Return the context that a program without nano_loop uses around its calls."""
     return torch.autocast("cpu", torch.bfloat16)
 
 
 class Compared:
-    """A program, and what plain torch makes of it, in each way once. Before each accelerated run it calls ``alive``."""
+    """A program, and the cached results of plain torch. ``alive`` is called before each accelerated run."""
 
     def __init__(self, program, alive=lambda: None):
         self.program, self.alive, self._known = program, alive, {}
 
     def plain(self, in_fp64=False, around=contextlib.nullcontext, again=False):
-        """Return what plain torch computes."""
+        """Return the results of plain torch."""
         key = in_fp64, around, again
         if key not in self._known:
             self._known[key] = train(self.program.copy(in_fp64), around=around)
         return self._known[key]
 
     def accelerated(self, way):
-        """Return what is computed in a way."""
+        """Return the results of a way."""
         self.alive()
         options = {"verbose": False, "num_threads": torch.get_num_threads(), **WAYS[way].options}
         return train(self.program.copy(), lambda *parts: accelerated(*parts, **options))
 
     def differences(self, way):
-        """Return what a way does otherwise than it may, as kinds and sentences."""
+        """Return the disallowed differences of a way, as kinds and descriptions."""
         by_rounding = WAYS[way].differences is rounded
         plain, got = self.plain(around=by_hand if by_rounding else contextlib.nullcontext), self.accelerated(way)
         if plain.error or got.error:
@@ -70,7 +70,7 @@ class Compared:
 
 
 def _pairs(got, plain):
-    """Yield kind and place, and both values, wherever they differ in a bit."""
+    """Yield kind and index, and both values, of all results that are not equal bit for bit."""
     for kind, theirs in plain.found.items():
         for place, (one, other) in enumerate(itertools.zip_longest(got.found[kind], theirs, fillvalue="missing")):
             if not _is_same(one, other):
@@ -88,29 +88,29 @@ def _is_same(one, other):
 
 
 def equal(compared, got, way):
-    """Return what is not equal to the bit, but for what differs between two runs of plain torch."""
+    """Return the results that are not equal bit for bit, except for those that differ between two plain runs."""
     found = [*_pairs(got, compared.plain())]
     shaky = _shaky(compared) if found else ()
     return [(key[0], _told(key, one, other)) for key, one, other in found if key not in shaky]
 
 
 def _shaky(compared):
-    """Return what differs between two runs of plain torch, such as memory that nobody has written."""
+    """Return the results that differ between two runs of plain torch, such as uninitialized memory."""
     return {key for key, *_ in _pairs(compared.plain(again=True), compared.plain())}
 
 
 def near(compared, got, way):
-    """Return what is off from fp64 by more than four times as much as plain torch, and two units in the last place."""
+    """Return results whose error relative to fp64 exceeds four times plain torch's plus two units in the last place."""
     return _judged(compared, got, way, _largest_error, 4)
 
 
 def rounded(compared, got, way):
-    """Return what is off by more than one and a half times as much as under autocast by hand, and two units of bf16."""
+    """Return results whose error exceeds 1.5 times that of autocast by hand plus two units of bf16."""
     return _judged(compared, got, way, _mean_error, 1.5)
 
 
 def _judged(compared, got, way, error, times):
-    """Judge by one draw, and what falls short by others: a rounding may flip a sign, and plain torch may be lucky."""
+    """Check one draw, and results that fall short with others: rounding may flip a sign, or plain torch be lucky."""
     others, errors = _errors(compared, got, error)
 
     def short(ours, own, unit):
@@ -131,7 +131,7 @@ def _judged(compared, got, way, error, times):
         if not (trained.error or again.plain().error):  # a matrix may have become singular
             drawn = _errors(again, trained, error)[1]
             for key in worse:
-                ours, own, unit = drawn.get(key, (0.0, 0.0, 0.0))  # equal to the bit
+                ours, own, unit = drawn.get(key, (0.0, 0.0, 0.0))  # equal bit for bit
                 worse[key] += short(ours, own, unit)
                 better[key] += short(own, ours, unit)
     told = "{}: off by {:.3g}, plain torch by {:.3g}, unit {:.3g}".format
@@ -139,12 +139,12 @@ def _judged(compared, got, way, error, times):
 
 
 def _chance(worse, better):
-    """Return how likely one of two that are alike is the worse one at least so often."""
+    """Return the probability that one of two equivalent implementations is the worse one at least this often."""
     return sum(math.comb(worse + better, each) for each in range(worse, worse + better + 1)) / 2 ** (worse + better)
 
 
 def _errors(compared, got, error):
-    """Return what cannot be measured; and by kind and place the errors of ours and of plain torch, and a unit."""
+    """Return results that cannot be measured; and by kind and index, our error, plain torch's, and a unit."""
     by_rounding = error is _mean_error
     plain = compared.plain(around=by_hand if by_rounding else contextlib.nullcontext)
     others, errors, pairs = [], {}, [*_pairs(got, plain)]

@@ -1,8 +1,7 @@
-"""A process that trains cases, and tells of each how it went: ``python -m proof.worker``.
+"""A process that trains cases, and reports each result: ``python -m proof.worker``.
 
-It reads requests from standard input, a line of JSON each, and writes a line for each case that begins, for each way
-that has ended, for the end of the request, and an empty object before each accelerated run: a case that is trained many
-times has not hung.
+It reads requests from standard input, one line of JSON each. It writes a line when a case begins, when a way ends, and
+when the request ends, and an empty object before each accelerated run, to show that it has not hung.
 """
 
 import fnmatch
@@ -21,7 +20,7 @@ from proof.ways import WAYS, Compared
 
 
 def cases(source, only="*", part=0, parts=1, share=1, always=()):
-    """Yield cases of a source whose names match: of a part's families, one of ``share``, and those in ``always``."""
+    """Yield a source's cases that match `only`: of a part's families, one in ``share``, and those in ``always``."""
     for family, samples in families(source):
         in_family = fnmatch.fnmatch(f"{family}/0", only) or fnmatch.fnmatch(family, only.rpartition("/")[0])
         if hash_of(family) % parts == part and in_family:
@@ -31,7 +30,7 @@ def cases(source, only="*", part=0, parts=1, share=1, always=()):
 
 
 def compared(case, ways, alive=lambda: None):
-    """Yield way, what plain torch raises, and differences of a case. One that is not built has none."""
+    """Yield the way, plain torch's error, and the differences of a case; nothing if it cannot be built."""
     program = case.build()
     together = program and Compared(program, alive)
     for way in ways if program else ():
@@ -41,7 +40,7 @@ def compared(case, ways, alive=lambda: None):
 
 
 def serve(lines, write):
-    """Do what each of the lines asks for."""
+    """Process each line's request."""
     for request in map(json.loads, lines):
         known, after, ways = request.pop("known"), request.pop("after"), request.pop("ways")
         for case in cases(**request, always=known):
@@ -61,11 +60,11 @@ def serve(lines, write):
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries is not an answer
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(int(sys.argv[1]))
     for dtype in (torch.float32, torch.float64):
-        resolve_mkl_functions(dtype)  # so that plain torch computes the same each time
+        resolve_mkl_functions(dtype)  # so that plain torch computes the same values each time
     take_own_kernels()
     serve(sys.stdin, lambda answer: answers.write(json.dumps(answer) + "\n"))

@@ -1,4 +1,4 @@
-"""A `main` that builds model, optimizer and loaders itself, as a `TorchNano`: what our error for it advises."""
+"""A `main` that builds model, optimizer and loaders itself, rewritten as a `TorchNano` as our error advises."""
 
 import tempfile
 from argparse import Namespace

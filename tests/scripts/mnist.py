@@ -1,4 +1,4 @@
-"""An image classifier whose train function is called once an epoch, with the usual evaluation and a schedule."""
+"""An image classifier whose train function is called once per epoch, with the usual evaluation and a schedule."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""A classifier of rows whose train and test functions use what the script has made, under the usual main guard."""
+"""A classifier of rows whose train and test functions use the script's global variables, with the usual main guard."""
 
 import argparse
 import tempfile

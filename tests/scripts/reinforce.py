@@ -1,4 +1,4 @@
-"""A policy that learns by REINFORCE to keep a pole upright, with no loader and a loss over what it has done itself."""
+"""A policy that learns by REINFORCE to keep a pole upright, without a loader; the loss covers its own actions."""
 
 import torch
 from torch import nn, optim
@@ -58,7 +58,7 @@ def train(policy, optimizer, env, episodes):
     for i_episode in range(episodes):
         state, done, t = env.reset(), False, 0
         while not done:
-            # The actions are a fixed exploration, since ranks draw different random numbers.
+            # Exploration uses fixed actions, since ranks draw different random numbers.
             action = log_action(policy, state, torch.tensor((i_episode + t) % 3 % 2))
             state, reward, done = env.step(action)
             policy.rewards.append(reward)

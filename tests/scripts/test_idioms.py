@@ -1,4 +1,4 @@
-"""Each idiom of docs/idioms.md runs as it is written, with one process and with two, and gives the same."""
+"""Each idiom of docs/idioms.md runs as written, with one process and with two, with equal results."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from distributed import small
 PAGE = (Path(__file__).parents[2] / "docs" / "idioms.md").read_text()
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SETUP = CODE.findall(PAGE)[0]
-FOLLOWING = PAGE[PAGE.index(SETUP) :]  # sections of an idiom
+FOLLOWING = PAGE[PAGE.index(SETUP) :]  # sections that continue an idiom
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", FOLLOWING, re.MULTILINE | re.DOTALL))
 PRINTED = {
     "Save a checkpoint": "['checkpoint.pt', 'program.py']\n",

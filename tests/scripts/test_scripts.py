@@ -1,9 +1,8 @@
 """Training scripts in the style of public ones compute the same plain, accelerated, and with two processes.
 
-Each is a program that is run as it stands. `nano` and `TorchNano` are taken out for the plain run, and the environment
-sets the options.
-It leaves what it has trained in RESULT. With two processes, each rank has half of the batch of the plain run, except in
-scripts without a loader, in which each rank computes all.
+Each is run as a program without changes. The plain run removes `nano` and `TorchNano`; other runs set options through
+the environment. The trained result is stored in RESULT. With two processes, each rank has half of the plain run's
+batch, except in scripts without a loader, where each rank computes everything.
 """
 
 import runpy
@@ -18,7 +17,7 @@ import nano_loop
 from scripts import data
 from scripts.data import WHOLE_BATCH
 
-# torch 2.8's own LBFGS does so.
+# Raised by torch 2.8's own LBFGS.
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning")
 
 SCRIPTS = {path.stem: path for path in Path(__file__).parent.glob("*.py") if "RESULT = " in path.read_text()}
@@ -26,7 +25,7 @@ SCRIPTS.pop(Path(__file__).stem)
 
 
 class Plain:
-    """Replaces `TorchNano` in a plain run: nothing is done to what is set up."""
+    """Replaces `TorchNano` in a plain run: set-up has no effect."""
 
     is_global_zero = True
     print = staticmethod(print)
@@ -39,7 +38,7 @@ class Plain:
 
 
 def run(monkeypatch, script, *, batch=WHOLE_BATCH, **options):
-    """Run a script and return its RESULT; without options, it is run without nano_loop."""
+    """Run a script and return its RESULT; without options, it runs without nano_loop."""
     with monkeypatch.context() as patch:
         if not options:
             patch.setattr(nano_loop, "nano", lambda function: function)
@@ -71,6 +70,6 @@ def test_script_computes_the_same_with_two_processes(monkeypatch, script):
     undivided = "UNDIVIDED = True" in SCRIPTS[script].read_text()
     batch = WHOLE_BATCH if undivided else WHOLE_BATCH // 2
     with warnings.catch_warnings():
-        if undivided:  # which is said, after ten steps
+        if undivided:  # reported after ten steps
             warnings.filterwarnings("ignore", "each of the 2 ranks computes the same batches", nano_loop.NanoWarning)
         assert_equal(run(monkeypatch, script, batch=batch, **two), plain, rtol=1e-4, atol=1e-5)

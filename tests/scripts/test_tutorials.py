@@ -1,12 +1,12 @@
-"""The code of the README and of each page of docs/tutorials runs, and prints what the page says."""
+"""The code of the README and of each page of docs/tutorials runs, and prints what the page shows."""
 
 import pytest
 
 from scripts.snippets import ROOT, as_a_script, blocks, check, in_a_notebook
 
 NEEDED = {"images": "torchvision"}
-OF_LIBRARIES = {"language-model"}  # what these need is in the environment of tests/libraries
-# What needs another environment is not slow, so that it runs there.
+OF_LIBRARIES = {"language-model"}  # their requirements are in the environment of tests/libraries
+# Pages that need another environment are not marked slow, so that they run there.
 PAGES = [
     pytest.param(path.stem, marks=() if path.stem in NEEDED else pytest.mark.slow)
     for path in sorted((ROOT / "docs/tutorials").glob("*.md"))
@@ -27,6 +27,6 @@ def test_tutorial_runs_and_prints_what_it_shows(page, run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/options.md"])
 def test_examples_of_a_page_run_in_a_notebook(page, tmp_path):
-    """As scripts, `tests/test_readme.py` has them."""
+    """`tests/test_readme.py` runs them as scripts."""
     for block in blocks(page, "python"):
         in_a_notebook([block], tmp_path)

@@ -1,4 +1,4 @@
-"""A trainer whose model, optimizer and loaders are attributes, with a schedule, a history and the best weights."""
+"""A trainer with model, optimizer and loaders as attributes, a schedule, a history and the best weights."""
 
 import logging
 import tempfile

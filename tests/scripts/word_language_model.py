@@ -1,4 +1,4 @@
-"""A recurrent language model whose batches are cut out of one text by hand, with the state detached between them."""
+"""A recurrent language model whose batches are cut manually from one text, with the state detached between them."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Files and folders are opened once, and refused where another user can change or replace them."""
+"""Files and folders are opened once, and rejected if another user can change or replace them."""
 
 import grp
 import os
@@ -104,7 +104,7 @@ def refused(folder):
     ("mode", "owner", "group", "expected"),
     [
         (0o755, 0, 0, False),
-        (0o1777, 0, 0, False),  # as /tmp
+        (0o1777, 0, 0, False),  # like /tmp
         (0o775, 0, 0, False),  # the group is root's own
         (0o777, 0, 0, True),
         (0o775, 0, OTHER, True),
@@ -131,7 +131,7 @@ def test_folder_is_refused_where_another_user_can_replace_it(tmp_path, mode, own
 )
 @pytest.mark.parametrize("target", ["own", "../own", "{}/own", "again"])
 def test_link_is_followed_where_nobody_else_can_have_put_it(tmp_path, mode, owner, expected, target):
-    """A link of a colleague's to a folder of this user would have the wrong files written and deleted."""
+    """A colleague's link to a folder of this user would make it write and delete the wrong files."""
     team, own = tmp_path / "team", tmp_path / "team/own"
     (own / "folder").mkdir(parents=True)
     (team / "again").symlink_to("own")

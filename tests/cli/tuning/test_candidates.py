@@ -1,4 +1,4 @@
-"""The candidates of a search: a short list, without what is fixed, has no effect or is not fast on the machine."""
+"""The candidates of a search: a short list, without options that are fixed, without effect or slow here."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ IMAGES = {**ANSWER, "has_convolutions": True}
 
 @pytest.fixture
 def proposed(monkeypatch):
-    """Give a function that returns the candidates on a machine with some instructions."""
+    """Return a function that returns the candidates on a machine with the given instructions."""
     monkeypatch.setattr("nano_loop.cli.tuning.candidates.find_spec", lambda name: None)
 
     def proposed(sets=("avx512_bf16",), fixed=(), answer=ANSWER, machine=None, **options):

@@ -1,4 +1,4 @@
-"""What is chosen of the times and the comparisons of trials, which a table of answers stands for here."""
+"""The choice among the times and comparisons of trials, which a table of answers replaces here."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def answer(seconds, **others):
 
 @pytest.fixture
 def searched(monkeypatch):
-    """Give a function that searches among candidates, of which a table has answers or errors, a list by rounds."""
+    """Return a function that searches among candidates with the answers or errors of a table, as lists by rounds."""
 
     def searched(times, wrong="", candidates=({"num_threads": 1}, {"compile": True}), options=()):
         monkeypatch.setattr(search, "candidates", lambda *_: [dict(changes) for changes in candidates])
@@ -74,7 +74,7 @@ def test_wrong_numbers_are_not_chosen(searched):
 
 
 def test_other_batches_are_told_and_not_chosen(searched):
-    tuning = searched({"num_processes": [0.8]}, candidates=[{"num_processes": 2}])  # for one batch: 0.4
+    tuning = searched({"num_processes": [0.8]}, candidates=[{"num_processes": 2}])  # per batch: 0.4
     assert tuning.chosen == 0
     assert any("2.50 times as fast as the choice, with other batches" in remark for remark in tuning.remarks)
 
@@ -84,7 +84,7 @@ AUTO = {"num_processes": "auto", "split_batches": True}
 
 @pytest.mark.parametrize(("seconds", "count"), [(0.5, 2), (0.99, 1)])
 def test_number_of_processes_that_share_batches_is_chosen_and_learnt(searched, seconds, count):
-    """Their steps are of one batch, however many they are. That one is the fastest is an answer, too."""
+    """Each step is one batch, whatever their number. That one process is the fastest is a valid answer, too."""
     tuning = searched({"num_processes": [seconds]}, candidates=[{"num_processes": 2}], options=AUTO)
     assert tuning.rows[2].milliseconds == pytest.approx(1e3 * seconds)
     assert tuning.chosen == (2 if count == 2 else 0)
@@ -103,7 +103,7 @@ def test_number_of_processes_is_not_learnt_where_it_was_not_asked_for(searched):
 
 
 def test_fastest_in_each_precision_is_learnt_without_its_precision(searched):
-    """The answers' precision is bf16. Where a precision was not measured alone, the fastest with it is learnt."""
+    """The answers' precision is bf16. If a precision was not measured alone, the fastest with it is learnt."""
     in_fp32 = {"precision": "32-true", "allocator": False}
     others = [{"num_processes": 2}, {"compile": True}, {"use_ipex": True}]
     times = {"num_threads": [0.5], "precision": [0.9], **{name: [0.1] for changes in others for name in changes}}

@@ -1,4 +1,4 @@
-"""Pictures of many kinds, made once, and old enough that a change would show in their times."""
+"""Pictures of many kinds, created once, and old enough that a change would be visible in their times."""
 
 import time
 
@@ -47,7 +47,7 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def files_are_settled(monkeypatch):
-    """Take files for settled at once."""
+    """Treat all files as old enough not to change."""
     monkeypatch.setattr(reading, "SETTLED", -1e9)
 
 

@@ -1,4 +1,4 @@
-"""Pending images are collated as their results would be, also by functions that the program has registered."""
+"""Pending images are collated like their results, also by functions that the program has registered."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Batches and random draws are those of the plain loader, for many pipelines, over several epochs."""
+"""Batches and random draws match the plain loader's, for many pipelines, over several epochs."""
 
 import random
 import warnings
@@ -125,7 +125,7 @@ def torch_presets():
 
 
 def epochs(loader, count=3):
-    """Return the batches of some epochs, and the states of all generators after them."""
+    """Return the batches of some epochs, and the states of all random generators after them."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(7)
     batches = [batch for _ in range(count) for batch in loader]
@@ -141,7 +141,7 @@ def cached(loader):
 
 
 def assert_as_plain(make, count=3):
-    """Hold the epochs of a loader that fetches through the cache to those of a plain one, and return what it holds."""
+    """Check that the epochs of a loader with a cache equal those of a plain one, and return the cached data."""
     expected, loader = epochs(make(), count), make()
     with cached(loader) as store:
         assert_same(epochs(loader, count), expected)
@@ -161,7 +161,7 @@ def assert_same(one, other):
     assert left_states[1:] == right_states[1:]
 
 
-# Those of which only what the first transform gets is kept.
+# Pipelines of which only the first transform's input is cached.
 NOT_RESIZED = {"random resized crop", "random choice", "random apply", "resized as floats", "lambda", "random lambda"}
 NOT_RESIZED |= {"own class", "hook", "nested", "resized as a tensor", "v2, on tensors", "v2, deterministic on tensors"}
 NOT_RESIZED |= {"v2, PILToTensor", "v2, jitter on tensors"}
@@ -204,7 +204,7 @@ DATASETS = {
 
 
 class Relabelled(datasets.ImageFolder):
-    """Has classes and samples of its own, which are read in the plain way."""
+    """Has its own classes and samples, but the usual reading."""
 
     def find_classes(self, directory):
         return ["no", "yes"], {"no": 0, "yes": 1}
@@ -214,14 +214,14 @@ class Relabelled(datasets.ImageFolder):
 
 
 class WithPaths(datasets.ImageFolder):
-    """Reads items in its own way."""
+    """Has its own reading."""
 
     def __getitem__(self, index):
         return *super().__getitem__(index), self.samples[index][0]
 
 
 class Files(Dataset):
-    """What programs write by hand."""
+    """A dataset as users write it."""
 
     def __init__(self, samples, transform):
         self.samples, self.transform = samples, transform
@@ -276,7 +276,7 @@ def test_workers_draw_as_the_plain_loaders_do(pictures, name, workers, decodings
 
 
 def seeded(worker):
-    """Seed NumPy, as torch's notes on reproducibility do, and use the dataset's attributes."""
+    """Seed NumPy, as in torch's notes on reproducibility, and use the dataset's attributes."""
     np.random.seed(torch.initial_seed() % 2**32)
     data = torch.utils.data.get_worker_info().dataset
     assert isinstance(data, datasets.ImageFolder)
@@ -342,11 +342,11 @@ def without_a_pipeline(data):
 )
 @pytest.mark.parametrize("size", [22, 5])
 def test_dataset_that_the_loop_changes_between_epochs_or_batches(pictures, changes, size):
-    """As for progressive resizing: what was kept for one size is not used for another."""
+    """As for progressive resizing: entries of one size are not used for another."""
 
     def run(change):
         data = datasets.ImageFolder(pictures, compose(v1.Resize((16, 16)), *END))
-        data.samples = [data.samples[0]] * 20  # of one size
+        data.samples = [data.samples[0]] * 20  # all of the same size
         loader = DataLoader(data, size)
         with cached(loader) if change else nullcontext():
             batches = [batch for _ in range(2) for _, batch in zip(changes(data), loader, strict=False)]
@@ -371,7 +371,7 @@ def test_images_without_a_batch(pictures):
     "transform", [compose(*END), compose(v1.Resize((20, 20)), v1.ToTensor(), v1.Normalize(MEAN, [0, 1, 1]))]
 )
 def test_error_is_the_plain_loaders(pictures, transform):
-    """Images of several sizes do not make a batch, and a deviation of 0 is refused."""
+    """Images of different sizes cannot be batched, and a deviation of 0 is rejected."""
 
     def error(change):
         loader = DataLoader(datasets.ImageFolder(pictures, transform), 8)

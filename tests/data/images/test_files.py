@@ -1,4 +1,4 @@
-"""Files that change, and files that are no pictures: the loop gets what the plain loader gives it."""
+"""With modified files and files that are not pictures, the loop gets the plain loader's results."""
 
 import io
 import os
@@ -66,7 +66,7 @@ def with_the_old_time(path):
     data = bytearray(path.read_bytes())
     image = Image.open(io.BytesIO(data))
     assert image.size
-    data[-200:-100] = bytes(100)  # in the data of the pixels
+    data[-200:-100] = bytes(100)  # in the pixel data
     path.write_bytes(data)
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
     assert path.stat().st_size == found.st_size
@@ -84,7 +84,7 @@ def test_file_that_changes_between_epochs_is_read_again(loader, folder, change):
 
 def test_file_that_was_just_written_is_not_kept(loader, folder, monkeypatch):
     monkeypatch.setattr(reading, "SETTLED", 1000.0)
-    before = loader.store.usage().entries  # of another loader that is not collected yet
+    before = loader.store.usage().entries  # includes another loader that is not collected yet
     for _ in range(2):
         assert_plain(loader, folder)
     assert loader.store.usage().entries == before
@@ -111,7 +111,7 @@ def test_spoiled_file_raises_the_plain_error_in_every_epoch(loader, folder, spoi
 
 
 def test_truncated_files_that_the_program_accepts(loader, folder, monkeypatch):
-    """The switch is a part of what was kept."""
+    """The setting is part of the cache key."""
     from PIL import ImageFile
 
     os.truncate(folder / "cats/0.jpg", 900)

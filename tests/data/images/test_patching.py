@@ -1,4 +1,4 @@
-"""`patch_torch` does for any loop what the step does in a run, and is undone."""
+"""`patch_torch` has the step's effect on any loop, and can be undone."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_loops_get_the_same_batches_without_decoding_again(pictures, workers, de
     second = epochs(loader)
     assert all(map(torch.equal, first, expected))
     assert all(map(torch.equal, second, expected))
-    assert len(decodings) <= 2 * 2  # of WebP
+    assert len(decodings) <= 2 * 2  # for WebP
     unpatch_torch()
     epochs(loader)
     assert workers or len(decodings) >= 2 * 20

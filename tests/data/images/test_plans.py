@@ -1,4 +1,4 @@
-"""The plan of a pipeline follows from what its transforms are at this moment."""
+"""The plan of a pipeline follows from the current state of its transforms."""
 
 import pytest
 
@@ -11,11 +11,11 @@ from nano_loop.data.images.pipelines import plan_of  # noqa: E402
 
 
 class Doubled(transforms.Normalize):
-    """Is not known, as any subclass."""
+    """Is unknown, like any subclass."""
 
 
 class Unsaid:
-    """Its `repr` does not say all of it."""
+    """Its `repr` is incomplete."""
 
 
 def pipeline():

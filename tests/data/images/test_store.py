@@ -1,4 +1,4 @@
-"""What can go wrong with a cache ends in a plain read or a rebuilt entry, never in another picture."""
+"""Any problem with a cache results in a plain read or a rebuilt entry, never in a wrong picture."""
 
 import gc
 import multiprocessing
@@ -44,7 +44,7 @@ def assert_right(store, count=None):
 
 @contextmanager
 def files_of_at_most(size):
-    """Let the system refuse to write more to a file, as on a full disk: a part of the last write goes through."""
+    """Make the system refuse further writes to a file, as on a full disk: the last write is partial."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignoring = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -77,7 +77,7 @@ def test_disk_that_is_full_ends_the_writing_and_leaves_no_parts(tmp_path):
 
 
 def test_folder_without_rights_is_noted():
-    store = Store(Path("/sys/kernel"), None, sums=True)  # where root may not write either
+    store = Store(Path("/sys/kernel"), None, sums=True)  # not even root may write here
     fill(store)
     assert_right(store, 0)
     assert "cannot be written" in store.notes()[0]
@@ -112,7 +112,7 @@ def test_damaged_entry_is_made_anew(tmp_path, damage):
     ["", "{", "(" * 5000, "[1, 2]", "[(1, 2)]", "__import__('os')", "{[]: 1}", "{'a': 1e999}.x", "{**{}}", "\ud800"],
 )
 def test_entry_whose_metadata_cannot_be_read_is_made_anew(tmp_path, info):
-    """Its sum is right: another version or another program may have written it."""
+    """Its checksum is correct: another version or another program may have written it."""
     store = Store(tmp_path, None, sums=True)
     hostile = Mock(encode=lambda: info.encode(errors="surrogatepass"))
     store.put(KEYS[0], ImageEntry(entry(0).pixels, hostile))
@@ -124,7 +124,7 @@ def test_entry_whose_metadata_cannot_be_read_is_made_anew(tmp_path, info):
 
 @pytest.mark.parametrize("place", [40, 44])
 def test_entry_of_a_size_that_no_image_has_is_made_anew(tmp_path, place):
-    """It has no pixels, and its sum is right."""
+    """It has no pixels, and a correct checksum."""
     store = Store(tmp_path, None, sums=True)
     store.put(KEYS[0], ImageEntry(np.zeros((0, 0, 1), np.uint8), "{}"))
     path = tmp_path / KEYS[0][:2] / KEYS[0][2:]

@@ -1,4 +1,4 @@
-"""The idioms of training scripts for GPUs run on the CPU, compute what they compute there, and all is put back."""
+"""The idioms of training scripts for GPUs run on the CPU, compute the same results, and everything is restored."""
 
 import io
 import threading
@@ -39,7 +39,7 @@ def on_the_cpu():
 
 
 def quickstart():
-    """The tutorial of torch."""
+    """torch's quickstart tutorial."""
     model, optimizer, data = parts()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert device == "cuda"
@@ -53,7 +53,7 @@ def quickstart():
 
 
 def imagenet():
-    """torch's example for ImageNet: numbers of GPUs, DataParallel, pinned memory, a checkpoint."""
+    """torch's ImageNet example: GPU indices, DataParallel, pinned memory, a checkpoint."""
     model, optimizer, data = parts()
     gpu = 0
     torch.cuda.set_device(gpu)
@@ -114,7 +114,7 @@ print(json.dumps([*map(torch.equal, distributed(sys.argv[1]).parameters(), on_th
 
 @pytest.mark.slow
 def test_script_for_several_gpus_runs_in_one_process(tmp_path):
-    """Of its own: once inductor was imported, torch's gloo may wait for Python's lock while Python waits for gloo."""
+    """In a separate process: after importing inductor, torch's gloo and Python's lock may wait for each other."""
     equal = run_python("-c", IN_ITS_OWN_PROCESS, tmp_path, folder=Path(__file__).parents[2])[0]
     assert equal == [True] * 4
 
@@ -157,7 +157,7 @@ def test_mixed_precision_is_that_of_the_cpu(patched, amp):
 
 
 def test_language_model_asks_about_its_device(patched):
-    """What scripts for language models ask for before they train."""
+    """The queries of scripts for language models before they train."""
     device = "cuda:0"
     assert torch.cuda.is_bf16_supported()
     assert "CPU" in torch.cuda.get_device_name()
@@ -199,7 +199,7 @@ def test_default_device(patched):
         torch.set_default_device("cuda")
         found.append(torch.zeros(2).device.type)
 
-    thread = threading.Thread(target=program)  # the device is a thread's, and torch 2.8 cannot be without one again
+    thread = threading.Thread(target=program)  # the device is per thread, and torch 2.8 cannot unset it
     thread.start()
     thread.join()
     assert found == ["cpu"]
@@ -224,7 +224,7 @@ def test_function_with_an_own_backward(patched):
 
 
 def places():
-    """Return all that is replaced, as it is now."""
+    """Return the current values of everything that is replaced."""
     return [(owner, name, vars(owner).get(name)) for owner, name, _ in patching._replacements()]
 
 

@@ -1,4 +1,4 @@
-"""What nano_loop makes of Fabric: a CPU alone, an autocast that a plain backward works under, no launch by SLURM."""
+"""nano_loop's Fabric: only a CPU, an autocast that allows a plain backward, no launch by SLURM."""
 
 import os
 import subprocess
@@ -65,7 +65,7 @@ def test_several_ranks_are_told_before_the_run_and_nothing_is_started():
 
 @pytest.mark.slow
 def test_torchmetrics_is_not_imported_with_fabric(tmp_path):
-    """Which would import transformers, where both are installed."""
+    """That would import transformers, if both are installed."""
     program = """
 import sys, nano_loop
 nano_loop.TorchNano()

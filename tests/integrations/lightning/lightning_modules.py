@@ -1,4 +1,4 @@
-"""Small LightningModules for the tests, over either of Lightning's packages, and how the tests train them."""
+"""Small LightningModules for the tests, for either of Lightning's packages, and functions that train them."""
 
 import functools
 import importlib
@@ -16,7 +16,7 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 PLAIN, NANO = {"accelerator": "cpu"}, {"verbose": False, "auto_lr": False}
 ROOT = Path(__file__).parents[3]
-#: Lightning's advice, and a name of torch's that it still uses.
+#: Warnings: Lightning's advice, and a deprecated torch name that it still uses.
 ADVICE = [
     pytest.mark.filterwarnings("ignore:.*(does not have many workers|log_every_n_steps|dataloader is not resumable)"),
     pytest.mark.filterwarnings("ignore:.*(LeafSpec|exists and is not empty|number of training batches)"),
@@ -26,9 +26,9 @@ MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
 
 
 def imported(package):
-    """Return one of Lightning's packages, or skip the module of the tests; `torch.compile` stays torch's.
+    """Return one of Lightning's packages, or skip the test module; `torch.compile` stays torch's.
 
-    Lightning replaces it, and tests of compiled models would see that in processes that have imported Lightning.
+    Lightning replaces it, which tests of compiled models would see in processes that have imported Lightning.
     """
     before = torch.compile
     try:
@@ -43,7 +43,7 @@ def ours(package):
 
 
 def fitted(trainer, module, data=None, epochs=2, ckpt_path=None, **settings):
-    """Fit a module by a Trainer of this class, and return both; `data` is a loader or a datamodule."""
+    """Fit a module with a Trainer of this class, and return both; `data` is a loader or a datamodule."""
     fitting = trainer(**{**QUIET, "max_epochs": epochs, **settings})
     data = loader(shuffle=True) if data is None else data
     fitting.fit(module, data, loader() if isinstance(data, DataLoader) else None, ckpt_path=ckpt_path)
@@ -51,7 +51,7 @@ def fitted(trainer, module, data=None, epochs=2, ckpt_path=None, **settings):
 
 
 def executed(program, folder, *before):
-    """Run a script, or what `before` makes of it, such as torchrun."""
+    """Run a script, optionally with a launcher such as torchrun given by `before`."""
     (folder / "script.py").write_text(program)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, *before, "script.py"]
@@ -70,7 +70,7 @@ def loader(batch=8, samples=32, shuffle=False, **settings):
 
 
 class Dealt(torch.utils.data.Sampler):
-    """Rows r, r+N, … in order, so that N ranks together see the batches of one process."""
+    """Returns rows r, r+N, … in order, so that N ranks together see the batches of one process."""
 
     def __init__(self, samples, rank, count):
         self._rows = range(rank, samples, count)
@@ -97,7 +97,7 @@ class Items(Dataset):
 
 def module_class(pl):
     class Regression(pl.LightningModule):
-        """A network with dropout-free layers; every hook that a user is likely to have."""
+        """A network with dropout-free layers, and every hook that a user is likely to define."""
 
         def __init__(self, width=32, rate=0.01, optimizer="Adam"):
             super().__init__()
@@ -172,7 +172,7 @@ def gan_class(pl):
 
 def data_class(pl, batches=None):
     class Dealing(pl.LightningDataModule):
-        """Deals rows in turn, or by `batches`, so that the batches of all ranks are together those of one process."""
+        """Distributes rows in turn, or by `batches`, so that all ranks together have the batches of one process."""
 
         def train_dataloader(self):
             rank, count = self.trainer.global_rank, self.trainer.world_size

@@ -25,7 +25,7 @@ CLASSES = 4
 
 
 def images(samples=64, batch_size=16):
-    """Images whose class is the quarter that is bright."""
+    """Return images whose class is the bright quarter."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.rand(samples, 3, 16, 16, generator=generator), torch.arange(samples) % CLASSES
     for image, quarter in zip(x, y.tolist(), strict=True):
@@ -53,7 +53,7 @@ def test_compiled_model_is_trained_validated_tested_and_predicts():
     trainer = Trainer(**QUIET, max_epochs=3, **NANO)
     trainer.fit(module, loader(), loader(12))
     assert {"train/loss", "val/loss", "val/distance_1"} <= trainer.callback_metrics.keys()
-    (found,) = trainer.validate(module, loader(12), verbose=False)  # whose last batch is smaller
+    (found,) = trainer.validate(module, loader(12), verbose=False)  # the last batch is smaller
     (of_test,) = trainer.test(module, loader(12, samples=16), verbose=False)
     for values, stage, samples in ((found, "val", 32), (of_test, "test", 16)):
         x, y = numbers(samples)
@@ -61,7 +61,7 @@ def test_compiled_model_is_trained_validated_tested_and_predicts():
         assert values[f"{stage}/loss"] == loss == values[f"{stage}/MeanSquaredError_0"]  # both over the epoch
         assert values[f"{stage}/distance_1"] == pytest.approx(distance(model(x), y).item(), rel=1e-4)
     x, _ = numbers()
-    for data in (loader(), DataLoader(TensorDataset(x), 8)):  # with a target, which is left out, and without
+    for data in (loader(), DataLoader(TensorDataset(x), 8)):  # with a target, which is ignored, and without
         torch.testing.assert_close(torch.cat(trainer.predict(module, data)), model(x))
 
 
@@ -129,7 +129,7 @@ def test_target_is_never_an_argument_of_a_compiled_model():
 @pytest.mark.parametrize(
     ("setting", "steps"),
     [
-        (None, 3),  # the scheduler itself, once an epoch
+        (None, 3),  # the scheduler itself, once per epoch
         ({}, 3),
         ({"interval": "epoch"}, 3),
         ({"interval": "step"}, 6),

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer inside `nano_loop.accelerated`: the same steps, losses and checkpoints as without."""
+"""Hugging Face's Trainer inside `nano_loop.accelerated` has the same steps, losses and checkpoints as without."""
 
 import copy
 from pathlib import Path
@@ -22,7 +22,7 @@ CONFIG = {
 
 
 class Sentences(Dataset):
-    """Sequences of 16 tokens, with the class that the first token decides."""
+    """Sequences of 16 tokens, whose class is determined by the first token."""
 
     def __init__(self, seed):
         self.tokens = torch.randint(100, (48, 16), generator=torch.Generator().manual_seed(seed))
@@ -35,12 +35,12 @@ class Sentences(Dataset):
 
 
 def trainer(folder, **arguments):
-    """A Trainer of a small BERT with dropout, whose loss is logged at each step."""
+    """Return a Trainer of a small BERT with dropout, which logs its loss at each step."""
     torch.manual_seed(0)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**CONFIG))
     given = {"num_train_epochs": 2, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "logging_steps": 1}
     settings = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 3}
-    settings["eval_strategy"] = "epoch"  # for all: an evaluation draws random numbers
+    settings["eval_strategy"] = "epoch"  # in all cases, because an evaluation draws random numbers
     options = transformers.TrainingArguments(str(folder), **given | settings | arguments)
     return transformers.Trainer(model, options, train_dataset=Sentences(1), eval_dataset=Sentences(2))
 
@@ -61,7 +61,7 @@ def assert_equal(found, expected):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """What training gives without nano_loop, and a checkpoint after the first epoch."""
+    """Train without nano_loop; return the results, and a checkpoint after the first epoch."""
     trained = trainer(tmp_path_factory.mktemp("plain"), save_strategy="epoch")
     trained.train()
     return trained
@@ -71,7 +71,7 @@ def test_bf16_trains_as_the_trainers_own_bf16_does(plain, tmp_path):
     theirs = trainer(tmp_path / "theirs", bf16=True)
     theirs.train()
     ours = trainer(tmp_path / "ours")
-    # With fused_optimizer, the norm of gradients that are clipped is computed in C, and may differ in its last bit.
+    # With fused_optimizer, the norm of clipped gradients is computed in C, and may differ in the last bit.
     with nano_loop.accelerated(ours.model, precision="bf16", fused_optimizer=False, verbose=False) as run:
         ours.train()
     assert "precision" in run.report.applied

@@ -1,4 +1,4 @@
-"""``fit`` in two processes: everything is the caller's afterwards, and what fails in a process ends the run."""
+"""``fit`` in two processes: the results are the caller's afterwards, and a failure in a process ends the run."""
 
 import os
 import re
@@ -59,7 +59,7 @@ def test_callbacks_metrics_and_checkpoints_are_the_caller_s_and_fit_again_goes_o
     assert nano.callbacks[0].epochs == 2
     assert nano.callbacks[0].ranks == {(0, 2)}
     assert "gradient_averaging" in nano.report.applied
-    (exact,) = nano.validate(found, loader(), verbose=False)  # in this process alone
+    (exact,) = nano.validate(found, loader(), verbose=False)  # only in this process
     assert exact["val"] == pytest.approx(plain.validate(expected, loader(), verbose=False)[0]["val"], abs=1e-5)
     assert "gradient_averaging" not in nano.report.applied
     before = weights(found).clone()
@@ -70,7 +70,7 @@ def test_callbacks_metrics_and_checkpoints_are_the_caller_s_and_fit_again_goes_o
 
 
 class Counting(Regression):
-    """Counts the rows that this rank is given."""
+    """Counts the rows that this rank gets."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # 35 s on a quiet machine: four processes import Lightning
+@pytest.mark.timeout(400)  # 35 s on an idle machine: four processes import Lightning
 def test_ranks_of_torchrun_train_as_one_process_and_ctrl_c_ends_a_run_of_two(tmp_path):
     one = executed(SCRIPT.replace("COUNT", "1"), tmp_path)
     two = executed(SCRIPT, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.usefixtures("nothing_left"), *ADVICE]
 Regression, Dealing = module_class(pl), data_class(pl)
 Streaming = data_class(pl, lambda size: DataLoader(Stream(), size))
 OTHER_PACKAGE = pytest.param(PACKAGES[1], marks=pytest.mark.slow)
-#: What trains, by its name: a class and its arguments. Ranks get the rows that `Dealing` deals them.
+#: The modules by name: a class and its arguments. Ranks get the rows that `Dealing` assigns them.
 TRAINERS = {
     "plain": (pl.Trainer, PLAIN),
     "one": (Trainer, NANO),
@@ -67,7 +67,7 @@ def test_it_trains_as_plain_lightning_by_each_way_in(package, precision):
         module, trainer = fitted(lightning.Trainer, kind(), **plain, strategy=strategy)
         assert torch.equal(weights(module), weights(found))
         assert trainer.strategy.report.applied == accelerated.report.applied
-    accelerated.validate(found, loader(), verbose=False)  # optimizers are set up for fit alone
+    accelerated.validate(found, loader(), verbose=False)  # optimizers are set up by fit only
     assert "fused_optimizer" not in {*accelerated.report.applied, *accelerated.report.skipped}
 
 
@@ -95,7 +95,7 @@ def averaging():
     return Regression(), [pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)]
 
 
-#: Loops: what makes a module and callbacks, settings of the Trainer, and in which numbers of processes they are tried.
+#: Loops: a function that makes a module and callbacks, Trainer settings, and the numbers of processes to test.
 LOOPS = {
     "accumulation and clipping": (
         lambda: (Regression(), []),
@@ -150,7 +150,7 @@ def test_two_ranks_in_bf16_train_as_lightnings_bf16_with_the_double_batch():
     exact, _ = with_momentum("plain", "32-true")
     distance = (weights(found) - weights(expected)).abs().max()
     assert 0 < distance < 2e-3
-    assert (weights(exact) - weights(expected)).abs().max() > distance / 20  # as bf16 and fp32 differ
+    assert (weights(exact) - weights(expected)).abs().max() > distance / 20  # bf16 and fp32 must differ
     assert trainer.precision == "bf16-mixed"
 
 
@@ -180,7 +180,7 @@ def test_checkpoints_resume_in_the_other_one_in_mid_epoch(tmp_path, first, secon
         trained(name, Regression(), epochs=2, callbacks=[Saving(tmp_path / name)])
     expected, plain = trained("plain", Regression(), ckpt_path=tmp_path / "plain")
     found, trainer = trained(second, Regression(), ckpt_path=tmp_path / first)
-    assert trainer.global_step == plain.global_step == 12  # the epoch that the checkpoint was in goes on
+    assert trainer.global_step == plain.global_step == 12  # the checkpoint's epoch is completed
     atol = 5e-6 if "two" in (first, second) else 1e-6
     torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=atol)
     loaded = Regression.load_from_checkpoint(tmp_path / first, weights_only=False)
@@ -223,7 +223,7 @@ def test_rates_and_metrics_are_logged_once_and_as_by_plain_lightning(tmp_path):
 
 @pytest.mark.parametrize("package", [PACKAGES[0], OTHER_PACKAGE])
 def test_products_round_by_our_trainer_and_by_the_option_of_the_strategy(package, monkeypatch):
-    """Each rounds as often, sees fp32 alone, and leaves nothing behind."""
+    """Both round equally often, see only fp32, and leave nothing behind."""
     if not gives_kernels():
         pytest.skip("it needs torch 2.9")
     if product.KERNEL.unavailable:

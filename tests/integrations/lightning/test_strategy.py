@@ -1,4 +1,4 @@
-"""The strategy "nano" in Lightning's Trainer: as an object for one Trainer, and by names, which libraries copy."""
+"""The strategy "nano" in Lightning's Trainer: as an object for one Trainer, and as names, which libraries copy."""
 
 import copy
 import importlib

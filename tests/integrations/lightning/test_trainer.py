@@ -1,4 +1,4 @@
-"""The arguments of our Trainer: BigDL-Nano's, Lightning's, nano_loop's options and the environment."""
+"""The arguments of nano_loop's Trainer: BigDL-Nano's, Lightning's, nano_loop's options and the environment."""
 
 import re
 
@@ -101,7 +101,7 @@ def test_environment_overrides_our_trainer_and_must_not_contradict_lightning_s(m
     for value, name, dtype in (("64", "64-true", torch.float64), ("bf16-true", "bf16-true", torch.bfloat16)):
         monkeypatch.setenv("NANO_LOOP_PRECISION", value)
         module, trainer = fitted(Trainer, DtypeNoting(), **NANO)
-        assert (trainer.precision, module.seen) == (name, {dtype})  # by Lightning's plugin alone
+        assert (trainer.precision, module.seen) == (name, {dtype})  # only by Lightning's plugin
         assert not {"precision", "rounding"} & {*trainer.report.applied, *trainer.report.skipped}
         with pytest.raises(NanoConfigError, match=f"NANO_LOOP_PRECISION={value}: this Trainer has"):
             of_lightning()
@@ -110,7 +110,7 @@ def test_environment_overrides_our_trainer_and_must_not_contradict_lightning_s(m
     for precision in ("32-true", "bf16-mixed"):
         with pytest.raises(NanoConfigError, match="NANO_LOOP_PRECISION=auto: this Trainer has"):
             of_lightning(precision=precision)
-    monkeypatch.setenv("NANO_LOOP_PRECISION", "32")  # which takes back the option of a strategy
+    monkeypatch.setenv("NANO_LOOP_PRECISION", "32")  # removes the option of a strategy
     assert of_lightning(strategy=NanoStrategy(precision="auto")).strategy.settings().options.precision == "32-true"
     monkeypatch.setenv("NANO_LOOP_VERIFY", "1")
     with pytest.raises(NanoConfigError, match=r"NANO_LOOP_VERIFY=1.*Call nano_loop.verify"):
@@ -144,13 +144,13 @@ needs_ipex = pytest.mark.skipif(not has_ipex(), reason="IPEX is in the environme
 
 @pytest.mark.parametrize("more", [{}, pytest.param({"use_ipex": True}, marks=needs_ipex)])
 def test_example_of_bf16_in_bigdl_nano_s_guide_works_word_for_word(tmp_path, monkeypatch, more):
-    monkeypatch.chdir(tmp_path)  # Lightning's logger and checkpoints are on
+    monkeypatch.chdir(tmp_path)  # Lightning's logger and checkpoints are enabled
     model = LitNetwork()
     trainer = Trainer(max_epochs=5, precision="bf16", **more)
     trainer.fit(model, train_dataloaders=images())
     (found,) = trainer.validate(model, dataloaders=images())
     assert found["val_acc"] > 0.9
-    assert not more or "ipex" in trainer.report.applied  # without, another test of the process may have imported it
+    assert not more or "ipex" in trainer.report.applied  # without it, another test of the process may have imported it
     assert trainer.checkpoint_callback.best_model_path
 
 

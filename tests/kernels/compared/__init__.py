@@ -1,4 +1,4 @@
-"""The kernels that are compared with torch's: a row for each way in which they compute."""
+"""The kernels that are compared with torch's, with a row for each way in which they compute."""
 
 from kernels.compared import attention, convolution_gradients, convolutions, losses, norms, products
 

@@ -24,7 +24,7 @@ OVERRIDE = module.OVERRIDES[0]._replace(rules=lambda call: NO_RULES)
 
 
 def attention(*args, **kwargs):
-    """Compute a call of a set-up model."""
+    """Compute a call within a set-up model."""
     return OVERRIDE.make(None)(None, *args, **kwargs)
 
 
@@ -34,7 +34,7 @@ def inputs(batch=(2, 3), length=17, source=None, width=16, value_width=None, key
     heads = (*batch[:-1], key_heads) if key_heads else batch
     shapes = ((*batch, length, width), (*heads, source, width), (*heads, source, value_width))
     tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
-    if transposed:  # as a model has it that splits one projection into heads
+    if transposed:  # as in a model that splits one projection into heads
         tensors = [each.transpose(-2, -3).contiguous().transpose(-2, -3) for each in tensors]
     return [each.requires_grad_() for each in tensors]
 
@@ -53,7 +53,7 @@ def results(function, tensors, dtype=None, **kwargs):
 
 
 def by(function):
-    """Return what computes a call by a function, under autocast."""
+    """Return a function that computes a call under autocast."""
 
     def compute(call):
         tensors, kwargs = call
@@ -64,8 +64,8 @@ def by(function):
 
 
 def bound(theirs, truth, call, place):
-    # torch's plain kernel computes in fp32: more dimensions, masks of three, values of another width, grouped heads in
-    # torch 2.8.
+    # torch's plain kernel computes in fp32: for more dimensions, 3-d masks, values of another width, and grouped heads
+    # in torch 2.8.
     (query, _, value), kwargs = call
     mask, grouped = kwargs.get("attn_mask"), kwargs.get("enable_gqa", False)
     by_torch_in_fp32 = (
@@ -74,7 +74,7 @@ def bound(theirs, truth, call, place):
         or query.size(-1) != value.size(-1)
         or (grouped and not gives_kernels())
     )
-    # Where torch is exact by chance, on a few small numbers, an error of one rounding is allowed.
+    # If torch happens to be exact on a few small values, an error of one rounding is allowed.
     return max((2 if by_torch_in_fp32 else 1.2) * theirs, 2**-9 * rms(truth))
 
 
@@ -113,7 +113,7 @@ MASKS = {
 
 
 def nan_in_a_masked_key():
-    """torch adds the mask, as -inf: what it hides is no number then, either."""
+    """torch adds the mask as -inf, so a masked NaN is still NaN."""
     mask = torch.ones(130, 130, dtype=torch.bool)
     mask[::2, 7] = False
     call = call_of({"attn_mask": mask}, length=130)
@@ -161,7 +161,7 @@ IN_BF16 = Row(
 
 
 def heads(rows, size, by_heads, generator, batch=2, count=3):
-    """A tensor of heads, which lie one after another or, as those of a projection, row by row."""
+    """Return a tensor of heads, which are stored one after another or, as in a projection, row by row."""
     if by_heads:
         return torch.randn(batch, count, rows, size, generator=generator)
     return torch.randn(batch, rows, count, size + 3, generator=generator)[..., :size].transpose(1, 2)
@@ -170,12 +170,12 @@ def heads(rows, size, by_heads, generator, batch=2, count=3):
 def mask_of(kind, rows, keys, seed=0):
     if kind is None:
         return None
-    if isinstance(kind, tuple):  # a lowest number, and in how many rows
+    if isinstance(kind, tuple):  # the lowest value, and the step between rows
         mask = torch.zeros(2, 1, rows, keys)
         mask[:, :, :: kind[1]] = kind[0]
         return mask
     generator = torch.Generator().manual_seed(seed)
-    if kind == "padding":  # the last sequence sees no key
+    if kind == "padding":  # the last sequence has only masked keys
         lengths = torch.tensor([max(keys - 2, 1), 0])
         return torch.zeros(2, 1, 1, keys).masked_fill(torch.arange(keys) >= lengths.view(2, 1, 1, 1), -torch.inf)
     scores = torch.randn(keys, rows, generator=generator)
@@ -204,7 +204,7 @@ def by_flash_kernel(call):
 
 
 def by_softmax(call):
-    """Attention without the logarithm of a sum, which is lost beside a large number in fp64, too."""
+    """Compute attention without the log-sum-exp, which loses precision beside a large value even in fp64."""
     *tensors, of_out, mask, is_causal, scale = call
     query, key, value = (tensor.detach().double().requires_grad_() for tensor in tensors)
     scores = query @ key.mT * scale
@@ -252,7 +252,7 @@ IN_FP32 = Row(
         scale=[0.2],
         seed=(0, 99),
     ),
-    # Rows that are masked altogether: a logarithm of a sum beside such a number is lost in fp32.
+    # Fully masked rows: a log-sum-exp beside such a value loses its precision in fp32.
     cases={
         f"{lowest} in every {step}, {sizes}": sized(*sizes, by_heads=False, mask=(lowest, step), scale=0.2)
         for lowest in (torch.finfo(torch.float32).min, -1e9, -1e4, -torch.inf)

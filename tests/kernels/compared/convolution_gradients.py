@@ -1,4 +1,4 @@
-"""Gradients of convolutions in bf16 by sums and in fp32, and which of them are left to torch's kernel."""
+"""Gradients of convolutions in bf16, computed by sums or in fp32, and which of them are left to torch's kernel."""
 
 import functools
 from contextlib import contextmanager
@@ -14,17 +14,17 @@ from nano_loop.kernels.convolution import convolution, depthwise, gradient_plans
 from nano_loop.patching.operators.operators import gives_kernels, overridden
 from nano_loop.patching.ownership import NO_RULES
 
-#: Which gradients torch's kernel is asked for: those of input, weight and bias.
+#: Masks passed to torch's kernel: the gradients of input, weight and bias.
 OF_INPUT, OF_WEIGHT, ALL = (True, False, False), (False, True, False), (True, True, True)
 
 
 @contextmanager
 def standing_in():
-    """Put what replaces torch's kernel in its place, and note what is still asked of that."""
+    """Replace torch's kernel by nano_loop's, and record which gradients are left to torch's."""
     left = []
 
     def noting(original):
-        """A kernel that notes its mask: whether the gradients of input, weight and bias are left to it."""
+        """Return a kernel that records its mask: whether the gradients of input, weight and bias are left to it."""
 
         def kernel(keys, *args):
             left.append(tuple(args[-1]))
@@ -55,7 +55,7 @@ def gradients(function, tensors, dtype=torch.bfloat16, **kwargs):
 
 
 def call_of(left=(ALL,), function=F.conv2d, in_nchw=False, seed=0, geometry=None, **sizes):
-    """Return a call by a function, and what of it is left to torch."""
+    """Return a call of a function, and the masks of what is left to torch."""
     tensors = inputs(**sizes, seed=seed)
     return function, [tensors[0].contiguous(), *tensors[1:]] if in_nchw else tensors, geometry or {}, [*left]
 
@@ -87,7 +87,7 @@ row_of = functools.partial(
 TRANSPOSED = {"transposed": True, "left": [(True, True, False)]}
 IN_2D = TRANSPOSED | {"function": F.conv_transpose2d}
 OF_EACH = {"channels": 8, "outputs": 8, "groups": 8}
-#: The bias of a transposed convolution is a sum. The weight's gradient is torch's, on CPUs with bf16 instructions, too.
+#: A transposed convolution's bias gradient is a sum. The weight's is torch's, also on CPUs with bf16 instructions.
 OF_BIAS = row_of(
     patches=[*EVERY_SIZE, (weight_gradient, "FEWEST", 1 << 30)],
     sizes=drawn(
@@ -113,7 +113,7 @@ OF_BIAS = row_of(
         "depthwise, 3x3": OF_EACH | {"left": [ALL], "geometry": {"groups": 8}},
     },
 )
-#: By functions in C.
+#: Computed by C functions.
 OF_DEPTHWISE = row_of(
     sizes=st.just({}),
     cases={
@@ -124,7 +124,7 @@ OF_DEPTHWISE = row_of(
     patches=[*EVERY_SIZE, (depthwise, "MIN_ELEMENTS", 1)],
 )
 IN_BOTH, LARGE_KERNEL = [OF_WEIGHT, OF_INPUT], OF_EACH | {"kernel": (5, 5)}
-#: By torch's kernel in fp32.
+#: Computed by torch's kernel in fp32.
 OF_GROUPS = row_of(
     sizes=st.just({}),
     cases={

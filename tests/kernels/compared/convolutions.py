@@ -1,4 +1,4 @@
-"""Convolutions by AMX and the gradients of convolutions, in NHWC."""
+"""Convolutions with AMX and the gradients of convolutions, in NHWC."""
 
 import functools
 
@@ -17,7 +17,7 @@ OF_KERNEL = {"kernel": pairs(1, 3), "padding": pairs(0, 2), "dilation": pairs(1,
 
 
 def within_reach(sizes):
-    """Return sizes with no more padding than the kernel's reach, which would leave no output."""
+    """Return sizes whose padding is at most the kernel's reach; more would leave no output."""
     numbers = zip(sizes["padding"], sizes["kernel"], sizes["dilation"], strict=True)
     return sizes | {"padding": tuple(min(p, d * (k - 1)) for p, k, d in numbers)}
 
@@ -37,7 +37,7 @@ def case(
     images=3, channels=20, outputs=24, size=(9, 11), kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1),
     weight_in_nhwc=False, with_bias=False, seed=0,
 ):  # fmt: skip
-    """Return inputs, weight, bias and geometry."""
+    """Return input, weight, bias and geometry."""
     generator = torch.Generator().manual_seed(seed)
     inputs = some(generator, images, channels, *size)
     layout = NHWC if weight_in_nhwc else torch.contiguous_format
@@ -56,7 +56,7 @@ def places_of(call):
 
 
 def gradient_case(**sizes):
-    """Return the gradient of the output, inputs, weight and geometry."""
+    """Return the gradient of the output, input, weight and geometry."""
     inputs, weight, _, geometry = call = case(**sizes)
     gradient = torch.randn(exact(call)[0].shape, generator=torch.Generator().manual_seed(sizes.get("seed", 0)))
     return gradient.contiguous(memory_format=NHWC), inputs, weight, geometry
@@ -94,7 +94,7 @@ FORWARD = Row(
     torchs=exact,
     exact=exact,
     error=largest,
-    # Equal but for the order of sums.
+    # Equal except for the order of summation.
     bound=lambda theirs, truth, call, place: 1e-5 * largest(truth),
     also=is_in_fp32,
     sizes=drawn(**SIZES, stride=STRIDES, with_bias=[False, True]),
@@ -140,7 +140,7 @@ INPUT_GRADIENT = Row(
     error=largest,
     bound=FORWARD.bound,
     also=is_in_fp32,
-    # A kernel of one position may have a stride.
+    # Only a 1×1 kernel may have a stride.
     sizes=st.one_of(drawn(**SIZES), drawn(**SIZES | {"stride": STRIDES, "kernel": [(1, 1)], "dilation": [(1, 1)]})).map(
         within_reach
     ),
@@ -160,7 +160,7 @@ def arguments(
     images=4, channels=16, outputs=16, size=(9, 9), kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1),
     transposed=False, mask=(False, True, True), seed=0,
 ):  # fmt: skip
-    """Return what torch's kernel takes."""
+    """Return the arguments of torch's kernel."""
     generator = torch.Generator().manual_seed(seed)
     inputs = some(generator, images, channels, *size).bfloat16()
     shape = (channels, outputs) if transposed else (outputs, channels)
@@ -172,7 +172,7 @@ def arguments(
 
 
 def by_torch(*given):
-    """torch's kernel."""
+    """Call torch's kernel."""
     return torch.ops.aten.convolution_backward(*given)
 
 
@@ -191,7 +191,7 @@ def nan_in_one_channel():
 
 
 def few(sizes):
-    """Return sizes of few channels, which are the outputs of a transposed convolution."""
+    """Return sizes with few channels, which are the outputs of a transposed convolution."""
     if sizes["transposed"]:
         sizes = sizes | {"channels": sizes["outputs"], "outputs": sizes["channels"]}
     return reachable(sizes)
@@ -248,7 +248,7 @@ WEIGHT_GRADIENT = of_weight(
     },
     undefined={"NaN in one channel": nan_in_one_channel},
 )
-#: They are counted with the columns of the kernel.
+#: The few channels are combined with the kernel's columns.
 WEIGHT_GRADIENT_OF_FEW_CHANNELS = of_weight(
     sizes=drawn(
         images=(1, 5),
@@ -271,7 +271,7 @@ def depthwise_case(
     images=2, channels=24, sizes=(9, 12), kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1),
     dtype=torch.float32, seed=0,
 ):  # fmt: skip
-    """Return the gradient of the output, inputs, weight and geometry."""
+    """Return the gradient of the output, input, weight and geometry."""
     generator = torch.Generator().manual_seed(seed)
     x = some(generator, images, channels, *sizes).to(dtype)
     weight = torch.randn(channels, 1, *kernel, generator=generator).to(dtype)

@@ -42,8 +42,8 @@ def call_of(rows, width, dtype, scale=3.0, reduction="none", smoothing=0.0, seed
 
 
 def bound(theirs, truth, call, place):
-    # Both round at the end: a gradient once, to its dtype, and a loss in fp32, after a sum and a quotient. So much is
-    # allowed where torch happens to be exact.
+    # Both round at the end: a gradient once, to its dtype, and a loss in fp32, after a sum and a quotient. This much is
+    # allowed if torch happens to be exact.
     digits = 2**-22 if truth.dim() < 2 else 2**-9 if call[0].dtype is torch.bfloat16 else 2**-24
     return 1.2 * theirs + digits * truth.abs().max().item()
 

@@ -11,7 +11,7 @@ from nano_loop.kernels.norm import norms, rms_norm
 
 ATEN = torch.ops.aten
 EPS, MOMENTUM = 1e-5, 0.1
-#: Rounding of a result to fp32, of which torch's may have none by luck.
+#: Rounding error of a result in fp32, in case torch's happens to be exact.
 ROUNDING = 2**-25
 DTYPES = (torch.bfloat16, torch.float32)
 KINDS = ("batch_norm", "group_norm", "layer_norm")
@@ -20,7 +20,7 @@ THEIRS = {name: (getattr(ATEN, f"native_{name}"), getattr(ATEN, f"native_{name}_
 
 
 class Case(NamedTuple):
-    """A norm of some input, by operators that are given."""
+    """A norm of an input, with the operators as arguments."""
 
     kind: str
     x: torch.Tensor
@@ -34,7 +34,7 @@ class Case(NamedTuple):
         return self.x.size(-1 if self.kind == "layer_norm" else 1)
 
     def by(self, operators):
-        """Return the output, the statistics, what became of running ones, and the gradients."""
+        """Return the output, the statistics, the updated running statistics, and the gradients."""
         forward, backward = operators[self.kind]
         sizes = {
             "batch_norm": (),
@@ -83,14 +83,14 @@ def case_of(
 
 
 def bound(theirs, truth, case, place):
-    # What is summed, of whose rounding a sum near zero has as much as another.
+    # The magnitudes of the summands: a sum near zero has the same rounding error as another.
     of_x, of_sums = rms(case.x), rms(case.gradient) * (case.x.numel() / case.weights) ** 0.5
     scales = [0.0, of_x, 0.0, *[of_x**2] * 2 * (case.kind == "batch_norm"), 0.0, of_sums, of_sums]
     return 1.2 * theirs + ROUNDING * max(rms(truth), scales[place])
 
 
 def of_images(given):
-    """Return what `case_of` takes, from numbers of images."""
+    """Return the arguments of `case_of`, from sizes of images."""
     sizes, channels, groups = given.pop("sizes"), given.pop("channels"), given["groups"]
     # without weights, torch's statistics are in bf16
     affine = given["affine"] or given["kind"] == "batch_norm" or given["dtype"] is torch.bfloat16
@@ -103,7 +103,7 @@ def scaled(given):
 
 
 def made(far_away=False, **given):
-    """Return a case; with first elements that are far away, its means are large."""
+    """Return a case; `far_away` makes the first elements, and so the means, large."""
     case = case_of(**given)
     if far_away:
         case.x[:, :, 0, 0] = 0

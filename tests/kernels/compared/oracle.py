@@ -1,4 +1,4 @@
-"""What a kernel computes is compared with torch's kernel and with fp64. A row has what is the kernel's own."""
+"""Compares the results of a kernel with torch's kernel and with fp64. A row has the kernel's own parts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ def rms(tensor: Tensor) -> float:
 
 
 def in_fp64(value: Any) -> Any:
-    """Return a call whose floating tensors are in fp64."""
+    """Return a call with its floating tensors converted to fp64."""
     if isinstance(value, Tensor):
         return value.detach().double() if value.is_floating_point() else value
     if isinstance(value, dict):
@@ -29,21 +29,21 @@ def in_fp64(value: Any) -> Any:
 
 
 def plus(factor: float, rounding: float = 0.0) -> Callable[..., float]:
-    """Allow so many of torch's errors, and a part of what is right."""
+    """Allow a multiple of torch's error plus a fraction of the exact result."""
     return lambda theirs, truth, *_: factor * theirs + rounding * rms(truth)
 
 
 def at_least(factor: float, rounding: float = 2**-9) -> Callable[..., float]:
-    """Allow so many of torch's errors or, where torch is exact by chance on a few small numbers, one rounding."""
+    """Allow a multiple of torch's error, or one rounding if torch happens to be exact on a few small values."""
     return lambda theirs, truth, *_: max(factor * theirs, rounding * rms(truth))
 
 
 def nothing_else(call: Any, ours: Results, torchs: Results) -> None:
-    """Compare nothing but errors and shapes."""
+    """Compare only errors and shapes."""
 
 
 def drawn(**numbers: Any) -> SearchStrategy[dict[str, Any]]:
-    """Give arguments by name: a number from a least one to a largest, given as a tuple, or one of a list."""
+    """Return a strategy for arguments by name: a tuple is a range of integers, a list has the choices."""
 
     def strategy(given: Any) -> SearchStrategy[Any]:
         if isinstance(given, SearchStrategy):
@@ -59,42 +59,42 @@ def pairs(least: int, largest: int) -> SearchStrategy[tuple[int, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A kernel, and the calls of it."""
+    """A kernel and its calls."""
 
-    #: Returns a call of some sizes.
+    #: Returns a call with the given sizes.
     make: Callable[..., Any]
-    #: Compute the results of a call, with its gradients.
+    #: Compute the results of a call, including its gradients.
     ours: Compute
     torchs: Compute
-    #: As `torchs`, in fp64. It may return fewer results: the last ones are for `also`.
+    #: Like `torchs`, in fp64. It may return fewer results: the last ones are then only checked by `also`.
     exact: Compute | None = None
     error: Callable[[Tensor], float] = rms
-    #: Returns how large an error may be: from torch's, what is right, the call, and the number of the result.
+    #: Returns the error bound, from torch's error, the exact result, the call, and the index of the result.
     bound: Callable[..., float]
-    #: Asserts what else holds of a call, our results and torch's.
+    #: Asserts further properties of a call, our results and torch's.
     also: Callable[[Any, Results, Results], None] = nothing_else
-    #: What `make` takes: at random, where "threads" is their number, and by name, where random sizes do not meet it.
+    #: Arguments of `make`: random, with "threads" as the number of threads, and named cases that random sizes miss.
     sizes: SearchStrategy[dict[str, Any]]
     cases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    #: What `make` takes, of which the results have the same bits for these numbers of threads, or for each of them.
+    #: Arguments of `make` whose results have the same bits for these numbers of threads, or for each of them.
     large: Sequence[Mapping[str, Any]] = ()
     threads: Sequence[int] = (1, 2, 3)
     same_bits: bool = True
-    #: What `make` takes, of which nothing may be written behind the memory, what computes it, and how many tensors that
-    #: makes, where this is known.
+    #: Arguments of `make` for checks that nothing is written past the end of memory, the function that computes, and
+    #: the number of tensors it allocates, if known.
     ends: Sequence[Mapping[str, Any]] = ()
     behind: Callable[[Any], Any] | None = None
     memories: int | None = None
-    #: Whether the kernel computes a call, and changes of one after which torch does.
+    #: Whether the kernel supports a call, and changes of a call after which it does not.
     supports: Callable[[Any], bool] = lambda call: True
     others: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    #: Make calls with numbers that are none.
+    #: Make calls with NaN.
     undefined: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    #: What computes. Where it uses AMX, it is tested without, too, unless it needs that. Others may stand in for it.
+    #: The kernel. If it uses AMX, it is also tested without, unless it needs AMX. If not needed, others may replace it.
     kernel: Any
     needs_kernel: bool = True
     needs_amx: bool = False
-    #: Places, names and values that are set for the tests.
+    #: Objects, names and values that are patched for the tests.
     patches: Sequence[tuple[Any, str, Any]] = ()
 
     def of_fp64(self, call: Any) -> Results:
@@ -102,7 +102,7 @@ class Row:
 
 
 def bounded(row: Row, call: Any, ours: Results | None = None) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Yield our results, those in fp64, and how large our errors may be."""
+    """Yield our results, those in fp64, and our error bounds."""
     ours, torchs, exact = row.ours(call) if ours is None else ours, row.torchs(call), row.of_fp64(call)
     assert len(ours) == len(torchs) >= len(exact)
     row.also(call, ours, torchs)
@@ -112,7 +112,7 @@ def bounded(row: Row, call: Any, ours: Results | None = None) -> Iterator[tuple[
 
 
 def errors_of(row: Row, call: Any, ours: Results | None = None) -> list[tuple[float, float]]:
-    """Return the errors of our results, and how large they may be."""
+    """Return the errors of our results, and their bounds."""
     return [(row.error(mine.double() - truth), bound) for mine, truth, bound in bounded(row, call, ours)]
 
 
@@ -122,12 +122,12 @@ def assert_within(found: list[tuple[float, float]]) -> None:
 
 
 def assert_as_exact_as_torch(row: Row, sizes: Mapping[str, Any]) -> None:
-    """Hold a call of sizes that were drawn at random to its bounds. Those with a name are held by `assert_within`.
+    """Check that the errors of a call are within their bounds, with several seeds for random sizes.
 
-    A drawn size may have few numbers, whose error is chance, and so is torch's, of which the bound is made: of two
-    thousand drawn calls, one was above its bound. Where one is, the root mean squares of sixteen seeds, in which chance
-    is small, are held to theirs. A named size is the same in each run and was seen to be within its bound, so that one
-    draw above it is a change of the kernel.
+    A random size may have few values, so that our error and torch's, which the bound is based on, are partly chance: of
+    two thousand random calls, one was above its bound. In that case, root mean squares over sixteen seeds are compared
+    instead. A named size is the same in each run and is known to be within its bound, so exceeding it is a change of
+    the kernel.
     """
     found = errors_of(row, row.make(**sizes))
     if "seed" in sizes and not all(error <= bound for error, bound in found):

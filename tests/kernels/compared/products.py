@@ -1,4 +1,4 @@
-"""Products of matrices, in bf16 and in fp32."""
+"""Matrix products, in bf16 and in fp32."""
 
 import functools
 import itertools
@@ -53,14 +53,14 @@ def not_finite(dtype):
 
 
 def bytes_of_each_kind(call):
-    """Compute the result in bf16, that of fp32 factors, and that of a batch of eight."""
+    """Compute the result in bf16, the result of fp32 factors, and the result of a batch of eight."""
     a, b, bias = call
     product.product(a, b, bias)
     product.product(a.float(), b.float(), bias.float(), dtype=torch.float32)
     product.product(a.float().expand(8, *a.shape), b.expand(8, *b.shape))
 
 
-#: Depths that are divided into blocks, more columns than a block has, and more rows than a chunk.
+#: Depths that are split into blocks, more columns than a block has, and more rows than a chunk has.
 LARGE = [(70, 4500, 130), (40, 5001, 700), (500, 33, 4000), (2000, 300, 65), (33, 12000, 64)]
 IN_BF16 = Row(
     make=functools.partial(factors, dtype=torch.bfloat16),

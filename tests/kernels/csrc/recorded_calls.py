@@ -1,4 +1,4 @@
-"""Calls of the C functions, recorded with what is exact, in the form that driver.c reads."""
+"""Calls of the C functions, recorded with exact results, in the format that driver.c reads."""
 
 import ctypes
 import functools
@@ -22,24 +22,24 @@ from nano_loop.kernels.rnn import recurrence, recurrent_layer
 ATEN = torch.ops.aten
 #: The C files whose functions the driver calls.
 SOURCES = ("norms", "activations", "cross_entropy", "bernoulli", "fp32_product", "fp32_attention", "recurrence")
-#: Letters of the dtypes whose elements are compared as numbers.
+#: Type letters of the dtypes that are compared as floating-point values.
 NUMBERS = {torch.bfloat16: "h", torch.float32: "f"}
 #: Functions that return nothing.
 VOID = ("tanh", "gelu", "gradient", "recurrence", "fp32")
-#: Relative rounding of a result by its dtype, which may be rounded some times in fp32.
+#: Relative rounding error of a result by its dtype; intermediate results may be rounded several times in fp32.
 DIGITS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-22}
 
 
 def bytes_of(tensor):
-    """Return the bytes of a tensor in the order of memory, with those between its elements."""
+    """Return the bytes of a tensor in memory order, including those between its elements."""
     behind = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return ctypes.string_at(tensor.data_ptr(), behind * tensor.element_size() if tensor.numel() else 0)
 
 
 class Recorder:
-    """Calls, and the tensors that they have written.
+    """Records calls, and the tensors that they have written.
 
-    Put `call` in the place of ``CompiledKernel.__call__``, of which `original` is the one before.
+    Use `call` as ``CompiledKernel.__call__``, of which `original` is the original.
     """
 
     def __init__(self, original):
@@ -47,7 +47,7 @@ class Recorder:
         self._calls, self._expected = [], {}
 
     def call(self, kernel, function, *arguments):
-        """Call a function, and note its arguments as they are before and after."""
+        """Call a function, and record its arguments before and after the call."""
 
         def contents():
             return [bytes_of(argument) if isinstance(argument, torch.Tensor) else None for argument in arguments]
@@ -60,11 +60,11 @@ class Recorder:
         return result
 
     def expect(self, tensor, exact, bound, is_kept=False):
-        """Expect numbers in a tensor from the first call that takes it, and before it what there was, if it is kept."""
+        """Set the expected values for the first call that uses a tensor; its old contents are passed if `is_kept`."""
         self._expected[tensor.data_ptr(), tensor.numel()] = (exact, bound, is_kept)
 
     def write(self, path):
-        """Write the calls, on one to four threads, to a file, and return how many they are."""
+        """Write the calls, on one to four threads, to a file, and return their number."""
         threads = itertools.cycle((1, 2, 3, 4))
         with path.open("wb") as file:
             for (function, returned, arguments, before, after), number in zip(self._calls, threads, strict=False):
@@ -93,7 +93,7 @@ class Recorder:
         exact, bound, is_kept = self._expected.pop(place, (None, 0.0, True))
         if exact is None or not argument.numel():
             return _memory("b", 1, given, left if function == "draw_bernoulli" else None)
-        numbers = torch.empty_like(argument, dtype=torch.float64).copy_(exact)  # in the same order in memory
+        numbers = torch.empty_like(argument, dtype=torch.float64).copy_(exact)  # with the same strides
         size = argument.element_size()
         return _memory(NUMBERS[argument.dtype], size, given if is_kept else None, bytes_of(numbers), bound)
 
@@ -105,7 +105,7 @@ def _memory(kind, size, given, expected, bound=0.0):
 
 
 def _as_computed(tensor, given, left, digits):
-    """Return what a function takes, and what it has written here: what it makes of that elsewhere is as near to it."""
+    """Return the input and the output written on this machine, which another's output must be close to."""
     if given == left:
         return _memory("b", 1, given, None)
     numbers = torch.frombuffer(bytearray(left), dtype=tensor.dtype).double()
@@ -138,7 +138,7 @@ def rms_norm(recorder, rows, width, dtype, has_weight=True, seed=0):
 
 
 def norms_of_nothing(recorder):
-    """Record norms of tensors without elements: no call may divide by their number, or read one."""
+    """Record norms of empty tensors: no call may divide by the number of elements, or read one."""
     nothing, numbers = empty(0), functools.partial(empty, 16)
     for nhwc, (segments, rows) in itertools.product((0, 1), ((0, 40), (3, 0))):
         shape = norm_arguments._Shape(segments, rows, 16, nhwc)
@@ -193,7 +193,7 @@ def losses(recorder, rows, width, dtype, smoothing=0.0, scale=3.0, seed=0):
 
 
 def products(recorder, sizes, has_bias=True, seed=0):
-    """Record products of matrices that lie by rows or by columns."""
+    """Record products of matrices stored by rows or by columns."""
     rows, depth, columns = sizes
     generator = torch.Generator().manual_seed(seed)
     a, b, bias = (torch.randn(made, generator=generator) for made in ((rows, depth), (depth, columns), (columns,)))
@@ -218,7 +218,7 @@ def attention(recorder, sizes, is_causal=False, has_mask=False, seed=0):
         scores = scores.masked_fill(torch.ones(rows, keys, dtype=torch.bool).triu(1), -torch.inf)
     exact, before = scores.softmax(-1) @ wide[2], torch.get_num_threads()
     gradients = torch.autograd.grad(exact, wide, of_out.double())
-    torch.set_num_threads(4)  # the most by which a call is repeated, which need memory
+    torch.set_num_threads(4)  # calls are repeated on up to four threads, which need memory
     out, *of_tensors, log_sums = in_c((query, key, value, of_out, mask, is_causal, 0.3))
     torch.set_num_threads(before)
     for found, numbers in zip((out, log_sums, *of_tensors), (exact, scores.logsumexp(-1), *gradients), strict=True):
@@ -228,7 +228,7 @@ def attention(recorder, sizes, is_causal=False, has_mask=False, seed=0):
 
 
 def draws(recorder, count, dtype, p, skipped=0):
-    """Record draws of torch's generator, which are torch's own."""
+    """Record draws from torch's generator; the expected values are torch's own."""
     ours, torchs = (torch.Generator().manual_seed(count) for _ in range(2))
     for generator in (ours, torchs):
         empty(skipped).uniform_(generator=generator)
@@ -238,7 +238,7 @@ def draws(recorder, count, dtype, p, skipped=0):
 
 
 def recurrence_of(kind, size, hidden, lengths, *, is_reversed=False, in_bf16=False, seed=0):
-    """Record a layer and its gradients. Its numbers are those of fp64."""
+    """Record a layer and its gradients. The expected values are those in fp64."""
     generator, gates = torch.Generator().manual_seed(seed), recurrent_layer.GATES[kind]
     is_projected = kind == recurrent_layer.LSTM and hidden % 3 == 0
     outputs, sizes = hidden // 3 if is_projected else hidden, [sum(n > i for n in lengths) for i in range(max(lengths))]
@@ -265,7 +265,7 @@ def recurrence_of(kind, size, hidden, lengths, *, is_reversed=False, in_bf16=Fal
         assert rms(ours.double() - right) <= (0.1 if in_bf16 else 1e-6) * max(rms(right), 1)
 
 
-#: Layers with sizes that no vector divides: few inputs and many, one sequence, and such as end and begin within others.
+#: Sizes that no vector divides: few inputs and many, one sequence, and sequences that start and end within others.
 LAYERS = [
     (size, hidden, lengths, is_reversed)
     for size, hidden in ((3, 7), (19, 33), (70, 65))
@@ -281,7 +281,7 @@ def some_recurrences(recorder, in_bf16=False):
 
 
 def some_calls(recorder):
-    """Record every function, with sizes that no vector divides, and with none."""
+    """Record every function, with sizes that no vector divides, and with empty tensors."""
     for dtype in (torch.float32, torch.bfloat16):
         for nhwc in (False, True):
             norm(recorder, "batch_norm", (2, 33, 23, 14), dtype=dtype, nhwc=nhwc)
@@ -305,7 +305,7 @@ def some_calls(recorder):
 
 
 def random_calls(recorder, random, count):
-    """Record calls of functions, sizes and kinds that are chosen at random."""
+    """Record random calls, with random functions, sizes and kinds."""
     kinds = [
         "batch_norm",
         "group_norm",

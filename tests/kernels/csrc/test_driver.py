@@ -1,4 +1,4 @@
-"""The C functions are exact at every level of instructions, and read and write nothing but their arguments."""
+"""The C functions are exact at every instruction level, and only read and write their arguments."""
 
 import os
 import platform
@@ -23,12 +23,12 @@ NATIVE = compiler.NATIVE.flags
 
 
 class Target(NamedTuple):
-    """What the functions are compiled for, and what runs them."""
+    """The target that the functions are compiled for, and the emulator that runs them."""
 
     flags: tuple[str, ...]
     compiler: str = "gcc"
     emulator: tuple[str, ...] = ()
-    instructions: frozenset[str] = frozenset()  # which the CPU needs, where nothing emulates it
+    instructions: frozenset[str] = frozenset()  # required of the CPU if nothing emulates it
 
     @property
     def is_here(self):
@@ -43,7 +43,7 @@ OF_LEVELS = {
     for level in compiler.LEVELS
 }
 SANITIZERS = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-#: A program that is linked without libraries needs no files of the emulated system.
+#: A statically linked program needs no files of the emulated system.
 ON_X86 = {
     "x86-64": Target(("-march=x86-64",)),
     "v3 on a Haswell": Target((*OF_LEVELS["v3"].flags, "-static"), emulator=("qemu-x86_64", "-cpu", "Haswell")),
@@ -53,7 +53,7 @@ TARGETS = {
     **(ON_X86 if platform.machine() == "x86_64" else {}),
     **OF_LEVELS,
 }
-#: `.ci/run` installs what the others need.
+#: `.ci/run` installs the requirements of the others.
 HERE = [name for name, target in TARGETS.items() if target.is_here]
 
 
@@ -64,23 +64,23 @@ def recorder(monkeypatch):
         pytest.skip(bernoulli.KERNEL.unavailable)
     made = recorded_calls.Recorder(CompiledKernel.__call__)
     monkeypatch.setattr(CompiledKernel, "__call__", lambda self, *arguments: made.call(self, *arguments))
-    # What memory held by chance may be what a function writes there, as after the same calls of another test. It would
-    # look as if it had not been written. So torch fills new memory with NaN.
+    # Uninitialized memory may happen to hold the result, for example from the same calls in an earlier test, and would
+    # then look unwritten. So torch fills new memory with NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield made
     torch.use_deterministic_algorithms(False)
 
 
 def sanitized():
-    """Return the target of the level in force: recorded calls have the memory that its vectors take."""
+    """Return the target of the current level: recorded calls have memory for the sizes of its vectors."""
     level = compiler.chosen_level(kernels_choice(os.environ), read_machine().instruction_sets)
     return Target((*level.flags, *SANITIZERS))
 
 
 def driven(target, recorder, folder):
-    """Compile the driver for a target, and return what it prints of the recorded calls, and how many they are.
+    """Compile the driver for a target, and return its output for the recorded calls, and their number.
 
-    With an error there is what the sanitizers print, too.
+    After an error, the output includes that of the sanitizers.
     """
     sources = [
         Path(__file__).with_name("driver.c"),

@@ -1,4 +1,4 @@
-"""A table of what a program may change between two steps of a loop."""
+"""A table of the changes that a program may make between two steps of a loop."""
 
 from . import calls, layers, process, training, weights
 from .program import built, changed_by

@@ -1,4 +1,4 @@
-"""What a call goes through: forwards, classes, functions of torch, hooks."""
+"""Changes of the parts of a call: forwards, classes, functions of torch, hooks."""
 
 import functools
 from contextlib import ExitStack
@@ -13,12 +13,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from .layers import norms_of
 from .table import Row, add_row, row
 
-#: The configs of which a loop by hand calls other functions: it enters autocast, and attention has a fast path there.
+#: The configs in which a loop by hand calls other functions: it enters autocast, where attention has a fast path.
 IN_BF16 = ("channels_last-as-shipped",)
 
 
 def halved(function):
-    """A function of torch's or a forward, wrapped as programs do."""
+    """Wrap a function of torch or a forward, as programs do."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -61,7 +61,7 @@ def forward_of_torchs_classes(program):
 
 @row()
 def call_of_all_modules(program):
-    """As `torch.fx` and profilers wrap it."""
+    """As wrapped by `torch.fx` and profilers."""
     call = nn.Module.__call__
 
     def counted(self, *args, **kwargs):
@@ -146,7 +146,7 @@ FUNCTIONS = (
 
 
 class Wrapper:
-    """Wraps functions of torch, as programs do: results are halved, and what they are is noted."""
+    """Wraps functions of torch, as programs do: results are halved, and their properties recorded."""
 
     def __init__(self):
         self.noted = []
@@ -182,7 +182,7 @@ def wrapped_in_the_run(functions):
 
 
 def wrapped_before_the_run(functions):
-    """Return the row of functions that are wrapped from before the run to its end."""
+    """Return the row of functions that are wrapped from before the run until its end."""
     wrapper = Wrapper()
 
     def change(program):
@@ -206,7 +206,7 @@ add_row("functions wrapped before the run", wrapped_before_the_run(FUNCTIONS)._r
 
 @row(is_seen=False, without=IN_BF16)
 def every_function_of_torch_noted(program):
-    """A loop that is accelerated calls no function of torch's that the plain one does not, in forward and backward."""
+    """In forward and backward, an accelerated loop calls no torch function that the plain one does not."""
     called, is_noted = [], []
 
     def noting(owner, name):
@@ -239,7 +239,7 @@ def every_function_of_torch_noted(program):
         for function in torch.overrides.get_overridable_functions()[owner]:
             name = getattr(function, "__name__", "")
             is_function = hasattr(owner, name) and not isinstance(function, type)
-            if is_function and name != "empty_like":  # which computes nothing
+            if is_function and name != "empty_like":  # it computes nothing
                 program.within(noting(owner, name))
     program.set(program, call=noted(program.call), loss=noted(program.loss))
     program.seen.append(called)
@@ -250,7 +250,7 @@ def every_function_of_torch_noted(program):
 
 @row()
 def forward_hooks(program):
-    """They see what a layer returns, and change it."""
+    """They see the outputs of a layer, and change them."""
 
     def hook(module, _, out):
         out = out[0] if isinstance(out, tuple) else out
@@ -310,11 +310,11 @@ def hooks_behind_accumulation(program):
 
 @row()
 def tensor_hooks_of_outputs(program):
-    """They see gradients between two layers, and change them; others are kept."""
+    """They see gradients between two layers, and change them; other tensors are kept."""
     kept = []
 
     def hook(_, __, out):
-        if out.requires_grad:  # and not in the validation
+        if out.requires_grad:  # not in the validation
             out.register_hook(lambda gradient: 2 * gradient)
             out.retain_grad()
             kept.append(out)
@@ -366,7 +366,7 @@ def hooks_after_steps_of_optimizers(program):
 
 @row()
 def step_of_an_instance(program):
-    """As schedulers of torch wrap it."""
+    """As wrapped by torch's schedulers."""
     for optimizer in program.optimizers:
         step = optimizer.step
 
@@ -379,7 +379,7 @@ def step_of_an_instance(program):
 
 @row()
 def outputs_changed_in_place(program):
-    """Of all layers whose output torch's backward does not need."""
+    """For all layers whose output is not needed by torch's backward."""
     model, losses = program.model, functools.partial(F.cross_entropy, reduction="none")
 
     def hook(_, __, out):

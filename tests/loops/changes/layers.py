@@ -1,4 +1,4 @@
-"""Attributes of each kind of layer, and layers that come and go."""
+"""Changes of attributes of each kind of layer, and layers that are added or removed."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from .table import row
 
 
 def norms_of(model):
-    """All norms of the model."""
+    """Return all norms of the model."""
     return model.batch_norm, model.group_norm, model.rms_norm, model.layer_norm, model.mlp[1], model.mlp[5]
 
 
@@ -26,7 +26,7 @@ def momentum_and_groups_of_norms(program):
 
 @row()
 def track_running_stats(program):
-    """As torch's own `update_bn` and `torchvision` users do: the statistics are those of the batch."""
+    """As torch's `update_bn` and users of `torchvision` do: the statistics are those of the batch."""
     for norm in (program.model.batch_norm, program.model.mlp[1]):
         program.set(norm, track_running_stats=False)
 
@@ -73,7 +73,7 @@ def geometry_of_convolutions(program):
 
 @row()
 def num_layers_of_a_gru(program):
-    """Its other weights stay where they are: torch's error, or numbers, are those of the accelerated loop."""
+    """Its other weights stay on the module: the accelerated loop must raise torch's error, or compute its values."""
     program.set(program.model.gru, num_layers=1)
 
 
@@ -90,7 +90,7 @@ def what_torch_alone_does_of_an_embedding(program):
 
 @row()
 def sparse_of_an_embedding(program):
-    """AdamW refuses sparse gradients, and so ends the loop."""
+    """AdamW rejects sparse gradients, which ends the loop."""
     program.set(program.model.embedding, sparse=True)
 
 
@@ -110,7 +110,7 @@ def layers_exchanged(program):
 
 @row()
 def a_layer_taken_out(program):
-    """A norm between two layers goes, and later comes back."""
+    """A norm between two layers is removed, and restored later."""
     norm = program.model.mlp[5]
     program.model.mlp[5] = nn.Identity()
     program.undo.callback(program.model.mlp.__setitem__, 5, norm)

@@ -1,4 +1,4 @@
-"""Modes, dtypes and threads: what holds for the process, or for all of a model."""
+"""Modes, dtypes and threads: changes that affect the process, or the whole model."""
 
 import functools
 import warnings
@@ -35,7 +35,7 @@ def evaluation_mode(program):
 
 @row()
 def evaluation_mode_of_layers(program):
-    """Frozen norms and no dropout, as in fine-tuning; the calls of ``train`` are put behind."""
+    """Frozen norms and no dropout, as in fine-tuning; calls of ``train`` have no effect."""
     model = program.model
     for module in (model.batch_norm, model.mlp[1], model.dropout, model.gru):
         module.eval()
@@ -69,7 +69,7 @@ def autocast_by_the_program(program):
 def kernels_of_torch_turned_off(program):
     program.within(sdpa_kernel(SDPBackend.MATH))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch names its flag for GPUs
+        warnings.simplefilter("ignore")  # torch's warning names its flag for GPUs
         program.within(torch.backends.mkldnn.flags(enabled=False))
 
 
@@ -95,7 +95,7 @@ def a_mode_of_functions(program):
 
 
 class Noting(TorchDispatchMode):
-    """Doubles what is added, and computes all else."""
+    """Halves means over dimensions, and leaves other functions unchanged."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -109,7 +109,7 @@ def a_mode_of_operators(program):
 
 @row()
 def called_with_other_weights(program):
-    """By `torch.func.functional_call`, as in meta-learning."""
+    """Calls by `torch.func.functional_call`, as in meta-learning."""
     model = program.model
 
     def call(*batch):
@@ -166,7 +166,7 @@ def double(program):
 
 
 def converted(program, dtype):
-    """Convert the model, and the optimizers' states as torch does when they are loaded."""
+    """Convert the model, and the optimizers' states as torch does when it loads them."""
     getattr(program.model, dtype)()
     for optimizer in program.optimizers:
         optimizer.load_state_dict(optimizer.state_dict())
@@ -174,7 +174,7 @@ def converted(program, dtype):
 
 @row()
 def inputs_of_another_dtype(program):
-    """torch refuses them, in the words that the loop gets."""
+    """torch rejects them, and the loop must get the same message."""
     call = program.call
     program.set(program, call=lambda images, words: call(images.double(), words))
 

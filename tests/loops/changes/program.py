@@ -1,4 +1,4 @@
-"""The program whose parts the rows of the table change: a model that meets every kernel, and its loop."""
+"""The program that the table's rows change: a model that uses every kernel, and its loop."""
 
 from contextlib import ExitStack
 from unittest import mock
@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader, Dataset
 from ..pairs import untouched
 
 CLASSES, CHANNELS, WORDS, WIDTH, HEADS, LENGTH = 12, 16, 1024, 32, 2, 8
-#: As large as the tensors of this model are, which are too small to pay.
+#: The sizes of this model's tensors, which are too small to benefit.
 SIDE, SAMPLES, BATCH = 8, 16, 8
-#: The change is made before the third step, and undone before the fifth.
+#: The change is made before the third step and undone before the fifth.
 EPOCHS, CHANGED, UNDONE = 3, 1, 2
 
 
 class EveryKernel(nn.Module):
-    """A classifier of an image and a sentence, with a layer of each kind that a kernel computes."""
+    """A classifier of an image and a sentence, with a layer for each kernel."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class EveryKernel(nn.Module):
 
 
 class Samples(Dataset):
-    """Images and sentences in memory, as a program's own class indexes them."""
+    """Images and sentences in memory, indexed like a user-defined dataset."""
 
     def __init__(self):
         self.images, self.words = torch.randn(SAMPLES, 3, SIDE, SIDE), torch.randint(WORDS, (SAMPLES, LENGTH))
@@ -75,7 +75,7 @@ class Samples(Dataset):
 
 
 def built():
-    """The arguments of the loop."""
+    """Return the arguments of the loop."""
     model = EveryKernel()
     of_words = [
         model.embedding,
@@ -87,7 +87,7 @@ def built():
         model.lstm,
     ]
     of_images = [model.convolution, model.batch_norm, model.depthwise, model.group_norm]
-    # With a small eps, gradients of almost 0 become steps whose signs are those of rounding errors.
+    # With a small eps, gradients close to 0 become steps whose signs are those of rounding errors.
     return {
         "model": model,
         "sgd": torch.optim.SGD(parameters(of_images), lr=0.1, momentum=0.9),
@@ -107,17 +107,17 @@ class Program:
     Attributes
     ----------
     model, sgd, adamw, adagrad, loader
-        The arguments. What another object stands for from now on is another object here, too.
+        The arguments of the loop. A row may assign other objects, which are used from then on.
     call : callable
-        The call of the loop into the model.
+        The loop's call into the model.
     loss : callable
         The loss of outputs and targets.
     seen : list
-        What is compared, in the order in which it happened.
+        The values to compare, in order.
     undo : contextlib.ExitStack
         Closed before the fifth step.
     notes_gradients : bool
-        Whether the gradients of each step are compared, besides those of the last one.
+        Whether the gradients of every step are compared, not just those of the last one.
     """
 
     def __init__(self, model, sgd, adamw, adagrad, loader, by_hand):
@@ -129,7 +129,7 @@ class Program:
 
     @property
     def samples(self):
-        """The images and the words of all samples."""
+        """Return the images and the words of all samples."""
         return self.loader.dataset.images, self.loader.dataset.words
 
     @property
@@ -146,7 +146,7 @@ class Program:
         return self.undo.enter_context(context)
 
     def train(self):
-        """Take a step for each batch, and note what comes out."""
+        """Take a step for each batch, and record the results."""
         for *batch, targets in self.loader:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -160,12 +160,12 @@ class Program:
             self.seen += [type(out), out.detach().clone(), type(loss), loss.item(), norm, gradients]
 
     def gradients(self):
-        """Copies of the gradients, but for those of tables: steps by rows are for those that nobody reads."""
+        """Return copies of the gradients, except for tables', because steps by rows require that nobody reads them."""
         read = [p for name, p in self.model.named_parameters() if "embedding" not in name]
         return [None if p.grad is None else p.grad.clone() for p in read]
 
     def evaluate(self):
-        """Note the outputs for the samples, as a validation sees them."""
+        """Record the outputs for the samples, as in a validation."""
         self.model.eval()
         with torch.no_grad():
             self.seen.append(self.call(*self.samples))
@@ -175,7 +175,7 @@ class Program:
 def changed_by(change):
     """Return a loop of six steps, with a change before the third that is undone before the fifth.
 
-    An error of the program's ends it: plain and accelerated it has to be the same.
+    An error of the program ends it, and must be the same plain and accelerated.
     """
 
     def loop(model, sgd, adamw, adagrad, loader, by_hand=untouched):

@@ -1,4 +1,4 @@
-"""The table of changes, by their names."""
+"""The table of changes, by name."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,17 +11,17 @@ class Row(NamedTuple):
     Attributes
     ----------
     change : callable
-        Takes a `Program`, and changes it.
+        Modifies the `Program` that it gets.
     before : callable
         Returns a context around the whole run.
     is_seen : bool
-        Whether the plain loop computes something else for it.
+        Whether the change affects the results of the plain loop.
     rounds : bool
-        Whether tensors are in bf16 then, so that results may be as far apart as two loops by hand.
+        Whether tensors are in bf16 then, so that results may differ as much as two loops by hand do.
     repeats : bool
-        Whether other rows show the like, so that `make test` leaves it out, and the crossing with other options.
+        Whether other rows cover this one, so that `make test` omits it and its combinations with other options.
     without : tuple of str
-        The configs whose loop by hand would not be the same.
+        The configs in which the loop by hand would not be equivalent.
     """
 
     change: Callable
@@ -36,7 +36,7 @@ ROWS = {}
 
 
 def row(**more):
-    """Add a function to the table, under its name; see `Row`."""
+    """Add a function to the table under its name; see `Row`."""
 
     def add(change):
         add_row(change.__name__.replace("_", " "), Row(change, **more))

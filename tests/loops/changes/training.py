@@ -1,4 +1,4 @@
-"""Data and optimizers: datasets, collate functions, samplers, schedules."""
+"""Changes of data and optimizers: datasets, collate functions, samplers, schedules."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ def collate_fn(program):
 
 @row()
 def registered_collate_functions(program):
-    """torch asks its map for each type."""
+    """torch looks the function up in its map for each type."""
 
     def halved(batch, *, collate_fn_map=None):
         out = torch.stack(batch)
@@ -41,7 +41,7 @@ def registered_collate_functions(program):
 
 @row()
 def samples_of_a_dataset(program):
-    """Its class gets another ``__getitem__``."""
+    """The dataset's class gets another ``__getitem__``."""
 
     def item(self, index):
         return -self.images[index], self.words[index].flip(0), self.targets[index]
@@ -68,7 +68,7 @@ def sampler_of_the_batches(program):
 
 @row()
 def epoch_of_a_sampler(program):
-    """As `DistributedSampler.set_epoch`, by which it sorts."""
+    """As in `DistributedSampler.set_epoch`, which determines the order."""
 
     class ByEpoch(SequentialSampler):
         epoch = 0
@@ -99,7 +99,7 @@ def class_of_the_loader(program):
 
 @row()
 def a_batch_sampler_that_counts(program):
-    """A class of the program's for the next two steps."""
+    """A user-defined class for the next two steps."""
 
     class Counted(BatchSampler):
         def __iter__(self):
@@ -152,7 +152,7 @@ def other_settings_of_each_kind(program):
 
 @row()
 def counters_of_steps(program):
-    """As other programs save them; one is that of several parameters."""
+    """As saved by other programs; several parameters share one counter."""
     for optimizer in (program.adamw, program.adagrad):
         states = [*optimizer.state.values()]
         for state in states:
@@ -185,7 +185,7 @@ LISTS = tuple((kind, "_init_group") for kind in (torch.optim.SGD, torch.optim.Ad
 
 
 def noted_functions(noted, functions=FUNCTIONS):
-    """Return a context in which functions of optimizers note their calls."""
+    """Return a context in which functions of optimizers record their calls."""
     contexts = ExitStack()
     for owner, name in functions:
         original = getattr(owner, name)
@@ -248,7 +248,7 @@ def a_parameter_taken_out(program):
 
 @row(repeats=True)
 def a_parameter_of_another_optimizer(program):
-    """SGD goes on where Adagrad was."""
+    """SGD takes over from Adagrad."""
     program.sgd.add_param_group({"params": program.adagrad.param_groups[0]["params"], "lr": 0.01})
     program.adagrad.param_groups.clear()
     program.adagrad.state.clear()
@@ -307,7 +307,7 @@ def gradients_accumulated(program):
 
 @row()
 def gradients_written(program):
-    """Gradients that the program sets itself, in another layout, or takes away."""
+    """Gradients that the program sets itself, in another layout, or removes."""
     step = program.adamw.step
 
     def with_others(*args):
@@ -322,7 +322,7 @@ def gradients_written(program):
 
 @row()
 def gradients_negated_when_they_are_read(program):
-    """As imaginary parts of conjugated numbers are, of which one may be alone."""
+    """Gradients with the negative bit: the imaginary part of a conjugate, and a negated view."""
 
     def negated(gradient):
         return torch.complex(torch.zeros_like(gradient), gradient).conj().imag
@@ -340,7 +340,7 @@ def gradients_negated_when_they_are_read(program):
 
 @row()
 def moments_kept_and_written(program):
-    """What a program has taken out of a state once, it may write to by other names."""
+    """A program may write to state tensors that it fetched earlier, through other references."""
     state = program.adamw.state[program.model.embedding.weight]
     kept = [state["exp_avg"].data, torch.from_dlpack(state["exp_avg_sq"])]
 
@@ -353,7 +353,7 @@ def moments_kept_and_written(program):
 
 @row()
 def closures(program):
-    """Each step computes the gradients once more, from a closure."""
+    """Each step recomputes the gradients in a closure."""
 
     def closure():
         for optimizer in program.optimizers:
@@ -370,7 +370,7 @@ def closures(program):
 
 @row(without=("bf16-products",))  # the errors name other tensors
 def a_backward_behind_a_step(program):
-    """torch refuses it, for the weights have changed since."""
+    """torch rejects it, because the weights have changed since."""
     loss = F.cross_entropy(program.call(*program.samples), program.loader.dataset.targets)
     loss.backward(retain_graph=True)
     for optimizer in program.optimizers:

@@ -9,12 +9,12 @@ from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, 
 from .layers import norms_of
 from .table import row
 
-#: The configs of which a model by hand has weights in NHWC.
+#: The configs in which a model by hand has weights in NHWC.
 CHANNELS_LAST = ("channels_last-fused", "channels_last-as-shipped")
 
 
 def weights_of(model):
-    """A weight of each kind of layer, all of whose elements may be changed."""
+    """Return a weight of each kind of layer, all of whose elements may be changed."""
     others = (
         model.convolution,
         model.depthwise,
@@ -28,7 +28,7 @@ def weights_of(model):
 
 
 def in_group(optimizer, parameter, other):
-    """Let an optimizer train another parameter, which has the old one's state, cut to its shape."""
+    """Let an optimizer train another parameter, with the old one's state cut to its shape."""
     for group in optimizer.param_groups:
         group["params"] = [other if each is parameter else each for each in group["params"]]
     for name, value in optimizer.state.pop(parameter).items():
@@ -58,12 +58,12 @@ def taken_from_numpy(program):
         weight.data = torch.from_numpy(0.5 * weight.detach().numpy())
         weight.data.mul_(0.9)
     with torch.no_grad():
-        program.model.mlp[7].weight.detach().numpy()[...] *= 0.5  # raises no version
+        program.model.mlp[7].weight.detach().numpy()[...] *= 0.5  # does not change the version
 
 
 @row(repeats=True)
 def averages_exchanged(program):
-    """As an EMA evaluates by the averages, in whose place the weights come back."""
+    """Swap in the averages to evaluate, as an EMA does, and swap the weights back."""
     averages = [0.9 * weight.detach() for weight in weights_of(program.model)]
     for weight, average in zip(weights_of(program.model), averages, strict=True):
         weight.data, average.data = average.data, weight.data
@@ -72,7 +72,7 @@ def averages_exchanged(program):
         weight.data, average.data = average.data, weight.data
 
 
-@row(without=CHANNELS_LAST)  # by hand, weights are channels_last, and have no vectors
+@row(without=CHANNELS_LAST)  # by hand, weights are channels_last, so they cannot be views of a vector
 def memory_shared(program):
     """All weights become views of one vector."""
     vector_to_parameters(0.9 * parameters_to_vector(program.model.parameters()), program.model.parameters())
@@ -92,7 +92,7 @@ def state_loaded(program):
 
 
 def swaps_tensors(change):
-    """Let modules swap their tensors, in place of setting the data, where `change` loads or converts them."""
+    """Make modules swap their tensors, instead of setting the data, when `change` loads or converts them."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         change()
@@ -101,7 +101,7 @@ def swaps_tensors(change):
 
 
 def without_layers_that_refuse_swaps(model):
-    """All but recurrent layers, which have weak references to their own weights."""
+    """Return all modules except recurrent layers, which have weak references to their own weights."""
     return [module for module in model.children() if not isinstance(module, nn.RNNBase)]
 
 
@@ -122,7 +122,7 @@ def swapped(program):
 
 @row(repeats=True)
 def swapped_before_the_step(program):
-    """Between backward and step: the weight has no gradient then, and the optimizer passes it over."""
+    """Between backward and step: the weight has no gradient then, so the optimizer skips it."""
     model, step = program.model, program.sgd.step
 
     def with_others(*args):
@@ -143,7 +143,7 @@ def state_loaded_by_swaps(program):
 
 @row(is_seen=False)
 def state_assigned(program):
-    """The model has other parameters then, which optimizers get by the names."""
+    """The model then has other parameters, which the optimizers get by name."""
     before = dict(program.model.named_parameters())
     program.model.load_state_dict(copy.deepcopy(program.model.state_dict()), assign=True)
     for name, parameter in program.model.named_parameters():
@@ -168,7 +168,7 @@ def a_new_parameter(program):
 
 @row(repeats=True)
 def a_weight_taken_away(program):
-    """As a norm without weights; the optimizer keeps the parameter, and its gradient."""
+    """As a norm without weights; the optimizer keeps the parameter and its gradient."""
     for norm in (program.model.batch_norm, program.model.rms_norm, program.model.layer_norm, program.model.mlp[1]):
         norm.weight = None
 
@@ -189,7 +189,7 @@ def tied(program):
     program.model.gru.weight_ih_l1 = program.model.gru.weight_ih_l0
 
 
-@row(without=CHANNELS_LAST)  # likewise
+@row(without=CHANNELS_LAST)  # see above
 def pruned(program):
     for module in (program.model.mlp[4], program.model.convolution, program.model.layer_norm, program.model.mlp[1]):
         prune.l1_unstructured(module, "weight", amount=0.3)
@@ -222,7 +222,7 @@ def weight_norm(program):
 
 @row()
 def a_slice_with_gaps(program):
-    """As width pruning: rows of the old weight that are shorter lie in its memory."""
+    """As in width pruning: shorter rows of the old weight, in its memory."""
     model = program.model
     for weight in (model.mlp[7].weight, model.mlp[4].weight):
         weight.data = weight.data[:, :20]
@@ -236,7 +236,7 @@ def a_slice_with_gaps(program):
 
 @row()
 def a_new_parameter_with_gaps(program):
-    """The optimizer goes on with it; the memory around it is watched."""
+    """The optimizer continues with it; the memory around it is checked."""
     generator = torch.Generator().manual_seed(2)
     table, image = torch.randn(32, 40, generator=generator) / 6, torch.rand(16, 16, generator=generator)
     for module, weight, optimizer in (
@@ -246,7 +246,7 @@ def a_new_parameter_with_gaps(program):
         before = module.weight
         module.weight = nn.Parameter(weight)
         in_group(optimizer, before, module.weight)
-    program.seen += [table, image]  # as they are in the end
+    program.seen += [table, image]  # in their final state
 
 
 @row(is_seen=False)
@@ -271,14 +271,14 @@ def images_in_channels_last(program):
 
 @row(repeats=True)
 def images_of_another_size(program):
-    """The perceptron gets as many numbers as before."""
+    """The perceptron gets as many features as before."""
     call = program.call
     program.set(program, call=lambda images, words: call(images.reshape(-1, 3, 4, 16), words[:, :6]))
 
 
 @row(repeats=True)
 def a_table_that_grows(program):
-    """As `resize_token_embeddings`."""
+    """As in `resize_token_embeddings`."""
     before = program.model.embedding
     program.model.embedding = nn.Embedding(1100, 32)
     with torch.no_grad():
