@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 
 
 def named_parameters_of(
@@ -35,6 +38,11 @@ def buffers_of(module: nn.Module, *, recurse: bool = True) -> Iterator[Tensor]:
 def has_shapes(module: nn.Module) -> bool:
     """Whether all parameters of a module have shapes. Lazy modules determine them in their first call."""
     return not any(map(is_lazy, parameters_of(module)))
+
+
+def shaped(tensors: Iterable[_Tensor]) -> Iterator[_Tensor]:
+    """Yield the tensors that have a shape, so not those of lazy modules before their first call."""
+    return (tensor for tensor in tensors if not is_lazy(tensor))
 
 
 def forget_gradients(module: nn.Module) -> None:

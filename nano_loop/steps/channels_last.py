@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from nano_loop.kernels.convolution import pixel_means
@@ -17,7 +18,7 @@ from nano_loop.kernels.dropout.drawing_order import drawn_as_nchw, in_call, is_c
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import undone_with
-from nano_loop.patching.members import buffers_of, parameters_of
+from nano_loop.patching.members import buffers_of, parameters_of, shaped
 from nano_loop.patching.nested_tensors import Substitution
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import call_state
@@ -69,7 +70,8 @@ class ChannelsLast(Step):
         is_on = self.options.channels_last is True
         if not any(_takes_images(model) or (is_on and _may_take_images(model)) for model in models):
             return SkipReason("no_images", "the model has no layers for images", ABSENT)
-        has_weights = any(parameter.dim() in _FORMATS for model in models for parameter in parameters_of(model))
+        parameters = itertools.chain.from_iterable(map(parameters_of, models))
+        has_weights = any(is_lazy(parameter) or parameter.dim() in _FORMATS for parameter in parameters)
         if has_weights or is_on:  # pooling layers take images and have no weights
             return None
         return SkipReason("no_images", "the model has no 4-D or 5-D parameters", ABSENT)
@@ -101,7 +103,7 @@ class ChannelsLast(Step):
         wrapper = _converting_inputs(_converted(parameters_of(model)), channels) if to_nhwc else _as_they_are
         self.interceptors.add(model, self.name, wrapper)
         # Before torch 2.9, tensors are not marked as NHWC in the plain loop. We assume it if weights are NHWC.
-        by_the_user = not gives_kernels() and any(map(_lies_as_nhwc, parameters_of(model)))
+        by_the_user = not gives_kernels() and any(map(_lies_as_nhwc, shaped(parameters_of(model))))
         if to_nhwc and not self._draws and not by_the_user:
             self._draws = [self.undoing.enter_context(context()) for context in (drawn_as_nchw, same_draws)]
         for convolution in convolutions:
@@ -183,7 +185,7 @@ def _may_take_images(model: nn.Module) -> bool:
 def _converted(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
     """Return the dimensionalities of converted inputs: those of the parameters, or of all images."""
     formats = frozenset(_FORMATS)
-    return frozenset(parameter.dim() for parameter in parameters) & formats or formats
+    return frozenset(parameter.dim() for parameter in shaped(parameters)) & formats or formats
 
 
 def in_channels_last(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from nano_loop.config.options import Options
@@ -62,7 +63,7 @@ class _Kind(NamedTuple):
 
 
 def _has_large_weights(model: nn.Module) -> bool:
-    return any(weight.dim() >= _MATRIX for weight in large_weights(model, SMALLEST_WEIGHT))
+    return any(is_lazy(weight) or weight.dim() >= _MATRIX for weight in large_weights(model, SMALLEST_WEIGHT))
 
 
 _KINDS = (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
-from nano_loop.patching.members import buffers_of, parameters_of
+from nano_loop.patching.members import buffers_of, parameters_of, shaped
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.torch_private import users_of_storage
 
@@ -138,5 +138,5 @@ def _address(tensor: Tensor) -> int:
 
 
 def _floating(model: nn.Module) -> list[Tensor]:
-    tensors = itertools.chain(parameters_of(model), buffers_of(model))
+    tensors = shaped(itertools.chain(parameters_of(model), buffers_of(model)))
     return [tensor for tensor in tensors if tensor.is_floating_point()]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.patching.members import parameters_of
@@ -38,6 +39,7 @@ def is_frozen(weight: object) -> bool:
         and weight.dtype is torch.float32
         and weight.is_cpu
         and weight.layout is torch.strided
+        and not is_lazy(weight)
         and weight.numel() >= FEWEST
         and not weight.is_inference()
     )

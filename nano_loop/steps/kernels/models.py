@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from nano_loop.kernels.embedding import lookup
-from nano_loop.patching.members import parameters_of
+from nano_loop.patching.members import parameters_of, shaped
 from nano_loop.runtime.objects.called_functions import names_called
 from nano_loop.runtime.objects.training_objects import class_name, has_modules
 
@@ -66,13 +67,16 @@ def has_tanh(model: nn.Module) -> bool:
 
 
 def has_many_classes(model: nn.Module) -> bool:
-    """Whether a layer has as many outputs as a vocabulary."""
-    return any(weight.dim() >= _MATRIX and weight.size(0) >= MANY_CLASSES for weight in parameters_of(model))
+    """Whether a layer has as many outputs as a vocabulary, or is lazy, so that it may have."""
+    return any(
+        is_lazy(weight) or (weight.dim() >= _MATRIX and weight.size(0) >= MANY_CLASSES)
+        for weight in parameters_of(model)
+    )
 
 
 def has_large_tables(model: nn.Module) -> bool:
     """Whether a model has an embedding with a large enough table."""
-    tables = (weight for weight in parameters_of(model) if weight.dim() == _MATRIX)
+    tables = (weight for weight in shaped(parameters_of(model)) if weight.dim() == _MATRIX)
     return any(weight.numel() >= lookup.MIN_ELEMENTS for weight in tables) and _looks_up(model)
 
 
@@ -87,11 +91,12 @@ def has_large_matrix_in_fp32(model: nn.Module) -> bool:
 
 
 def _has_matrix(model: nn.Module, elements: int) -> bool:
-    return any(weight.dim() == _MATRIX for weight in large_weights(model, elements))
+    return any(is_lazy(weight) or weight.dim() == _MATRIX for weight in large_weights(model, elements))
 
 
 def large_weights(model: nn.Module, elements: int) -> Iterator[nn.Parameter]:
-    """Yield the parameters for products, not of embeddings, with at least this many elements."""
+    """Yield the parameters for products, not of embeddings, with at least this many elements, and lazy ones."""
     for module in model.modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            yield from (weight for weight in parameters_of(module, recurse=False) if weight.numel() >= elements)
+            weights = parameters_of(module, recurse=False)
+            yield from (weight for weight in weights if is_lazy(weight) or weight.numel() >= elements)
