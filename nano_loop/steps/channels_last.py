@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from nano_loop.kernels.convolution import pixel_means
@@ -18,7 +17,7 @@ from nano_loop.kernels.dropout.drawing_order import drawn_as_nchw, in_call, is_c
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import undone_with
-from nano_loop.patching.members import buffers_of, parameters_of, shaped
+from nano_loop.patching.members import buffers_of, has_shape, parameters_of, shaped
 from nano_loop.patching.nested_tensors import Substitution
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import call_state
@@ -71,7 +70,7 @@ class ChannelsLast(Step):
         if not any(_takes_images(model) or (is_on and _may_take_images(model)) for model in models):
             return SkipReason("no_images", "the model has no layers for images", ABSENT)
         parameters = itertools.chain.from_iterable(map(parameters_of, models))
-        has_weights = any(is_lazy(parameter) or parameter.dim() in _FORMATS for parameter in parameters)
+        has_weights = any(not has_shape(parameter) or parameter.dim() in _FORMATS for parameter in parameters)
         if has_weights or is_on:  # pooling layers take images and have no weights
             return None
         return SkipReason("no_images", "the model has no 4-D or 5-D parameters", ABSENT)

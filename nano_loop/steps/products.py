@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from nano_loop.config.options import Options
@@ -20,7 +19,7 @@ from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.override import Override
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
-from nano_loop.patching.members import parameters_of
+from nano_loop.patching.members import has_shape, parameters_of
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.policy.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
 from nano_loop.precision.autocast.frozen_weights import remark_on_integers
@@ -63,7 +62,7 @@ class _Kind(NamedTuple):
 
 
 def _has_large_weights(model: nn.Module) -> bool:
-    return any(is_lazy(weight) or weight.dim() >= _MATRIX for weight in large_weights(model, SMALLEST_WEIGHT))
+    return any(not has_shape(weight) or weight.dim() >= _MATRIX for weight in large_weights(model, SMALLEST_WEIGHT))
 
 
 _KINDS = (

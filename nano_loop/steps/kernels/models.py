@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from nano_loop.kernels.embedding import lookup
-from nano_loop.patching.members import parameters_of, shaped
+from nano_loop.patching.members import has_shape, parameters_of, shaped
 from nano_loop.runtime.objects.called_functions import names_called
 from nano_loop.runtime.objects.training_objects import class_name, has_modules
 
@@ -69,7 +68,7 @@ def has_tanh(model: nn.Module) -> bool:
 def has_many_classes(model: nn.Module) -> bool:
     """Whether a layer has as many outputs as a vocabulary, or is lazy, so that it may have."""
     return any(
-        is_lazy(weight) or (weight.dim() >= _MATRIX and weight.size(0) >= MANY_CLASSES)
+        not has_shape(weight) or (weight.dim() >= _MATRIX and weight.size(0) >= MANY_CLASSES)
         for weight in parameters_of(model)
     )
 
@@ -91,7 +90,7 @@ def has_large_matrix_in_fp32(model: nn.Module) -> bool:
 
 
 def _has_matrix(model: nn.Module, elements: int) -> bool:
-    return any(is_lazy(weight) or weight.dim() == _MATRIX for weight in large_weights(model, elements))
+    return any(not has_shape(weight) or weight.dim() == _MATRIX for weight in large_weights(model, elements))
 
 
 def large_weights(model: nn.Module, elements: int) -> Iterator[nn.Parameter]:
@@ -99,4 +98,4 @@ def large_weights(model: nn.Module, elements: int) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             weights = parameters_of(module, recurse=False)
-            yield from (weight for weight in weights if is_lazy(weight) or weight.numel() >= elements)
+            yield from (weight for weight in weights if not has_shape(weight) or weight.numel() >= elements)
