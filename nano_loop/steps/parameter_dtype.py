@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
 from nano_loop.patching.members import parameters_of, shaped
 from nano_loop.patching.nested_tensors import Substitution, map_tensors
-from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.patching.objects.optimizers import called_after_steps, held_by
 from nano_loop.precision.autocast.conversion import Conversion
 from nano_loop.precision.autocast.dtype_errors import explain
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
@@ -51,6 +52,8 @@ class ParameterDtype(Step):
             self.undoing.callback(self.split_weights.clear)
             self._conversion = Conversion(dtype, self.split_weights.restored if dtype is torch.bfloat16 else None)
             self.undoing.callback(self._conversion.restore)
+            if dtype is torch.float64:
+                self.undoing.enter_context(called_after_steps(self._note))
         held = chain.from_iterable(map(held_by, parts.optimizers))
         trained = {parameter.data_ptr() for parameter in shaped(held)}
         split = partial(self.split_weights.narrowed, split=trained) if dtype is torch.bfloat16 else None
@@ -64,6 +67,11 @@ class ParameterDtype(Step):
                 self._conversion.convert_state(optimizer)
         empty = [class_name(model) for model in parts.models if next(parameters_of(model), None) is None]
         return "; ".join([self.options.kind.summary, *(f"{name} has no parameters" for name in empty)])
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note the state of an optimizer that the loop has created."""
+        assert self._conversion is not None
+        self._conversion.note_state(optimizer)
 
 
 _MADE = "Create it with the dtype of another tensor, as with x.new_zeros(...)"

@@ -104,6 +104,19 @@ def test_small_updates_of_optimizers_that_nobody_has_set_up_are_not_lost(kind, i
     assert model.weight.mean().item() == pytest.approx(0.96, abs=0.005)
 
 
+@pytest.mark.parametrize("precision", [64, "bf16-true"])
+def test_state_of_an_optimizer_that_the_loop_creates_is_fp32_after_the_run(precision):
+    def loop(model):
+        optimizer = torch.optim.Adam(model.parameters())
+        train(model, optimizer, steps=2)
+        return optimizer
+
+    model = network()
+    optimizer = nano(precision=precision, verbose=False)(loop)(model)
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+    train(model, optimizer, steps=1)
+
+
 def test_closures_run_in_bf16():
     model, seen = network(), []
 

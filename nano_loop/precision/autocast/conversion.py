@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
 from nano_loop.patching.members import buffers_of, parameters_of, shaped
 from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.patching.torch_private import users_of_storage
 
 
@@ -62,6 +63,11 @@ class Conversion:
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = True
             _cast_state(optimizer, torch.float32, self.dtype)
+
+    def note_state(self, optimizer: Optimizer) -> None:
+        """Convert the state of an optimizer back later if it trains tensors that were converted."""
+        if optimizer not in self._optimizers and any(id(tensor) in self._before for tensor in held_by(optimizer)):
+            self._optimizers[optimizer] = True
 
     @torch.inference_mode(False)
     def restore(self) -> None:
