@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -115,8 +116,7 @@ class OptimizerState(Step):
 
     def _surround_modes(self, optimizer: Optimizer, wide: WideWeights) -> None:
         """Let the methods with which schedule-free optimizers swap weights compute in fp32 as well."""
-        _wide_of[id(optimizer)] = wide
-        undone_with(optimizer, self.undoing).callback(_wide_of.pop, id(optimizer))
+        undone_with(optimizer, self.undoing).enter_context(_found_as(wide, id(optimizer)))
         for name in _MODES:
             if callable(getattr(type(optimizer), name, None)):
                 self.undoing.enter_context(replaced(type(optimizer), name, _in_fp32))
@@ -134,6 +134,17 @@ class OptimizerState(Step):
 
 _MODES = ("train", "eval")
 _wide_of: dict[int, WideWeights] = process_wide("wide weights, by optimizer", {})
+
+
+@contextmanager
+def _found_as(wide: WideWeights, number: int) -> Iterator[None]:
+    before = {number: _wide_of[number]} if number in _wide_of else {}  # of a run around this one
+    _wide_of[number] = wide
+    try:
+        yield
+    finally:
+        _wide_of.pop(number, None)
+        _wide_of.update(before)
 
 
 def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
