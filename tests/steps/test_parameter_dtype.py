@@ -107,6 +107,7 @@ def test_small_updates_of_optimizers_that_nobody_has_set_up_are_not_lost(kind, i
 @pytest.mark.parametrize("precision", [64, "bf16-true"])
 def test_state_of_an_optimizer_that_the_loop_creates_is_fp32_after_the_run(precision):
     def loop(model):
+        model.load_state_dict(model.state_dict(), assign=True)
         optimizer = torch.optim.Adam(model.parameters())
         train(model, optimizer, steps=2)
         return optimizer

@@ -66,8 +66,11 @@ class Conversion:
             _cast_state(optimizer, torch.float32, lambda parameter: self.dtype)
 
     def note_state(self, optimizer: Optimizer) -> None:
-        """Convert the state of an optimizer back later if it trains tensors that were converted."""
-        if optimizer not in self._optimizers and any(id(tensor) in self._before for tensor in held_by(optimizer)):
+        """Convert the state of an optimizer back later if it trains the models."""
+        if optimizer in self._optimizers:
+            return
+        trained = set(map(id, held_by(optimizer)))
+        if any(id(tensor) in trained for model in [*self._models] for tensor in parameters_of(model)):
             self._optimizers[optimizer] = True
 
     @torch.inference_mode(False)
