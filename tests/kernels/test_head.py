@@ -292,7 +292,9 @@ def test_logits_that_are_read_after_a_write_by_data_are_what_they_were(name, is_
     expected, model = trained(model_of()), model_of()
     with accelerated(model, verbose=False):
         found = trained(model)
-        assert type(model.head.weight.data) is torch.Tensor
+        kept = model(batch()[0])  # while logits are alive, other parameters are read, too
+        assert nn.Parameter(torch.eye(2).to_sparse()).data.is_sparse
+        assert type(kept) is not type(model.head.weight.data) is torch.Tensor
     torch.testing.assert_close(found, expected)
 
 

@@ -214,6 +214,8 @@ def _keep_all(notes: _Noted) -> None:
 
 def keep_logits_of(parameter: Tensor) -> None:
     """Keep what all logits are computed from that have this weight or bias, since the program may write to it."""
+    if parameter.layout is not torch.strided:  # it has no address, and is not a head's
+        return
     copies: dict[int, Tensor] = {}
     for reference in [*noted().heads.values()]:
         if (head := reference()) is not None and any(
