@@ -20,7 +20,7 @@ from nano_loop.config.declarations import Declarations
 from nano_loop.config.signatures import documented, method_takes, named
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.errors import NanoConfigError, NanoError, error_message
-from nano_loop.integrations.cuda_calls.patching import is_cuda_patched
+from nano_loop.integrations.cuda_calls import is_cuda_patched
 from nano_loop.integrations.fabric.strategy import RanksFabric
 from nano_loop.runtime.objects.checks import check_kinds, check_loop
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.patching.optimizers import held_by
 from nano_loop.profiling.kinds import OUTSIDE
 from nano_loop.runtime.memory import bytes_of_states
 

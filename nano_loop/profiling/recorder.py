@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from nano_loop.config.protocol import Command
 from nano_loop.cpu.native_output import without_lines
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
-from nano_loop.patching.objects.optimizers import called_after_steps, called_before_steps, closure_of, with_closure
+from nano_loop.patching.optimizers import called_after_steps, called_before_steps, closure_of, with_closure
 from nano_loop.profiling import PROFILED, STEPS, TIMED, UNCOUNTED, WARMUP
 from nano_loop.profiling.kinds import CLOSURE_EVENT, KINDS, OPTIMIZER_EVENT, times_of
 from nano_loop.profiling.memory import LayerMarks, memory_of

@@ -32,14 +32,14 @@ from nano_loop.patching.calls.calls import newcomers_covered
 from nano_loop.patching.calls.entry import through_interceptor
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
+from nano_loop.patching.loaders import implicit_loaders_changed
 from nano_loop.patching.members import has_shapes, parameters_of
-from nano_loop.patching.objects.loaders import implicit_loaders_changed
-from nano_loop.patching.objects.optimizers import held_by, trained_by
+from nano_loop.patching.optimizers import held_by, trained_by
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 from nano_loop.patching.user_code import warn
-from nano_loop.policy.product_precision import line_searches_in_fp32
+from nano_loop.precision.product_precision import line_searches_in_fp32
 from nano_loop.runtime.ambient_training import ChangedValues, Training
 from nano_loop.runtime.left_alone import reason_to_leave
 from nano_loop.runtime.objects.report import StepResult

@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
-from nano_loop.precision.diagnostics.cast_log import CastLog, CastRecorder
+from nano_loop.precision.cast_log import CastLog, CastRecorder
 from nano_loop.runtime.objects.report import StepResult, print_lines
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import Step

@@ -19,7 +19,7 @@ from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper, is_forward
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import Substitution, map_tensors, shares_memory
-from nano_loop.patching.objects.optimizers import trained_by
+from nano_loop.patching.optimizers import trained_by
 from nano_loop.patching.ownership import OperatorRule
 from nano_loop.patching.user_code import warn
 from nano_loop.patching.walk import CONTAINERS, items_of, walk

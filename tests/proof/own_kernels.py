@@ -8,7 +8,7 @@ import zlib
 from nano_loop import kernels
 from nano_loop.kernels.head import head, layers
 from nano_loop.kernels.override import REFERENCE, TORCH
-from nano_loop.policy import product_precision
+from nano_loop.precision import product_precision
 from nano_loop.steps import products
 from nano_loop.steps.kernels import models
 

@@ -34,8 +34,8 @@ from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.distributed.data_parallel.random_draws import drawing, is_by_default, order_of
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.calls.backward import backwards_watched, roots_weighted
-from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start, implicit_loaders_changed
-from nano_loop.patching.objects.optimizers import called_after_steps
+from nano_loop.patching.loaders import ClassIteration, LoaderChange, Start, implicit_loaders_changed
+from nano_loop.patching.optimizers import called_after_steps
 from nano_loop.patching.torch_private_autograd import has_gradient_hooks, in_backward
 
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses; in bf16

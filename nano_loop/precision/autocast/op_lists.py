@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nano_loop.config.op_names import operators_of, overloads_of
 from nano_loop.patching.nested_tensors import map_tensors
-from nano_loop.patching.operators.operators import ruled
+from nano_loop.patching.operators import ruled
 from nano_loop.patching.ownership import OperatorRule
 from nano_loop.patching.torch_private import arguments_of
 from nano_loop.precision.autocast.default_ops import TORCHS, as_torch_does, below, cast_like_autocast

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizer_wrappers import innermost
+from nano_loop.patching.optimizers import innermost
 from nano_loop.runtime.objects.checks import check_kinds
 
 

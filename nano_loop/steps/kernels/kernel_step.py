@@ -13,7 +13,7 @@ from typing_extensions import override
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.override import Override
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step

@@ -7,7 +7,7 @@ from itertools import chain
 
 from torch import nn
 
-from nano_loop.kernels.embedding import lookup
+from nano_loop.kernels import embedding
 from nano_loop.patching.members import parameters_of
 from nano_loop.runtime.objects.called_functions import names_called
 from nano_loop.runtime.objects.training_objects import class_name, has_modules
@@ -73,7 +73,7 @@ def has_many_classes(model: nn.Module) -> bool:
 def has_large_tables(model: nn.Module) -> bool:
     """Whether a model has an embedding with a large enough table."""
     tables = (weight for weight in parameters_of(model) if weight.dim() == _MATRIX)
-    return any(weight.numel() >= lookup.MIN_ELEMENTS for weight in tables) and _looks_up(model)
+    return any(weight.numel() >= embedding.MIN_ELEMENTS for weight in tables) and _looks_up(model)
 
 
 def has_large_matrix(model: nn.Module) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from nano_loop.kernels.activation import activations
+from nano_loop.kernels import activations, bernoulli, embedding
 from nano_loop.kernels.attention import attention, blocked_attention, flash_attention
 from nano_loop.kernels.convolution import convolution, weight_gradient
-from nano_loop.kernels.dropout import bernoulli
-from nano_loop.kernels.embedding import lookup, row_gradient
 from nano_loop.kernels.head import cross_entropy, head, layers, logits
 from nano_loop.kernels.linear import fp32_product, linear, product
 from nano_loop.kernels.norm import norms, rms_norm
@@ -134,12 +132,12 @@ RNN = Row("fast_rnn", _RNN, _RNN)
 # A step looks up few rows of a large table, but torch fills and adds tensors of the table's size. Fused optimizer steps
 # then update only the rows that change (see `nano_loop.optimizers.row_steps`).
 _EMBEDDING = Kernels(
-    row_gradient.KERNEL,
-    lookup.OVERRIDES,
+    embedding.KERNEL,
+    embedding.OVERRIDES,
     is_for=models.has_large_tables,
     says="gradients of rows, in a tensor that is reused",
-    absent=SkipReason("small_tables", f"no embedding has {lookup.MIN_ELEMENTS:,} elements or more", SMALL),
-    contexts=(row_gradient.row_gradients_kept,),
+    absent=SkipReason("small_tables", f"no embedding has {embedding.MIN_ELEMENTS:,} elements or more", SMALL),
+    contexts=(embedding.row_gradients_kept,),
 )
 EMBEDDING = Row("fast_embedding", _EMBEDDING, _EMBEDDING)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import NanoConfigError, accelerated, nano
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.kernels import KERNEL_STEPS
 from nano_loop.steps.step import ABSENT, SMALL

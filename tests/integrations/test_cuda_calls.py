@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nano_loop import patch_cuda, unpatch_cuda
-from nano_loop.integrations.cuda_calls import patching
+from nano_loop.integrations import cuda_calls
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_function_with_an_own_backward(patched):
 
 def places():
     """Return the current values of everything that is replaced."""
-    return [(owner, name, vars(owner).get(name)) for owner, name, _ in patching._replacements()]
+    return [(owner, name, vars(owner).get(name)) for owner, name, _ in cuda_calls._replacements()]
 
 
 def test_all_is_put_back():

@@ -1,4 +1,4 @@
-"""The gradient of a table in which a step looks up few rows. It is dense to users, but its nonzero rows are known.
+"""Lookups in large fp32 tables. The gradient of a table is dense to users, but its nonzero rows are known.
 
 For each lookup, torch zero-fills a tensor of the table's size and adds row by row; if a table is used twice, it then
 adds these tensors. Here a C function (``rows.c``) sums the rows of all lookups in torch's order into persistent memory:
@@ -16,17 +16,28 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from nano_loop.kernels import override
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.double_backward import is_followed
-from nano_loop.kernels.memory import BYTES, FP32, INT64, Pointer, empty, is_plain
+from nano_loop.kernels.memory import BYTES, CONTIGUOUS, FP32, INT64, Pointer, computes_now, empty, has_tangent, is_plain
+from nano_loop.kernels.override import Algorithm, Call, Override
+from nano_loop.patching.calls.exports import is_exporting
+from nano_loop.patching.operators import Kernel
 from nano_loop.patching.patch_table import process_wide, shared_change
-from nano_loop.patching.torch_private import address_of, has_lone_storage, is_unwritten, shared_until_written
+from nano_loop.patching.torch_private import (
+    BAGS_KERNEL,
+    address_of,
+    has_lone_storage,
+    is_unwritten,
+    shared_until_written,
+    sums_of_bags,
+)
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 
 _INT32 = Pointer((torch.int32,))
@@ -270,3 +281,109 @@ def _shares(tensor: Tensor, raw: Tensor) -> bool:
     """Whether a tensor still shares the memory of a raw tensor, with the same start, because nothing wrote to it."""
     offset = tensor.storage_offset() * tensor.element_size()
     return is_unwritten(tensor) and address_of(tensor) + offset == raw.data_ptr()
+
+
+#: Minimum number of elements in a table. torch zero-fills a smaller one in the time of the Python overhead.
+MIN_ELEMENTS = 1 << 18
+_SUM = 0  # torch's enum value of the mode
+
+
+def _embedding(
+    kernel: Kernel, weight: Tensor, indices: Tensor, padding: int = -1, *flags: bool, **named: Any
+) -> Call | None:
+    if any(flags) or any(named.values()) or not _is_supported(weight, indices):
+        return None
+    return Call("embedding", (weight,), (indices, padding))
+
+
+def _embedding_bag(
+    kernel: Kernel,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    by_frequency: bool = False,
+    mode: int = _SUM,
+    sparse: bool = False,
+    sample_weights: Tensor | None = None,
+    with_last_offset: bool = False,
+    padding: int = -1,
+) -> Call | None:
+    is_simple = not by_frequency and mode == _SUM and not sparse and sample_weights is None
+    if not (is_simple and _is_supported(weight, indices)):
+        return None
+    arguments = (indices, offsets, by_frequency, mode, sparse, sample_weights, with_last_offset, padding)
+    return Call("embedding_bag", (weight,), arguments)
+
+
+def _by_rows(function: type[torch.autograd.Function], call: Call) -> Any:
+    (weight,) = call.tensors
+    rows = tracked(weight)
+    return function.apply(rows.root(weight), rows, weight.detach(), *call.numbers)  # type: ignore[no-untyped-call]
+
+
+def _is_supported(weight: Tensor, indices: Tensor) -> TypeGuard[nn.Parameter]:
+    """Whether a lookup can use a row gradient: the table is a large, plain parameter, and it is computed now."""
+    return bool(
+        type(weight) is nn.Parameter
+        and weight.numel() >= MIN_ELEMENTS
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and weight.dim() == 2
+        and is_plain(weight, override.FP32, CONTIGUOUS)
+        and is_plain(indices, (torch.int64, torch.int32))
+        and not is_exporting()
+        and computes_now()
+        and not has_tangent(weight)
+    )
+
+
+class _Rows(torch.autograd.Function):
+    """Computes ``aten::embedding``."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, rows: RowGradient, weight: Tensor, indices: Tensor, padding: int) -> Tensor:
+        ctx.root, ctx.rows, ctx.padding = root, rows, padding
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(indices)
+        return torch.ops.aten.embedding(weight, indices)  # type: ignore[no-any-return]  # no view: a program may write into it
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, ...]:
+        if gradient is not None:
+            (indices,) = ctx.saved_tensors
+            ctx.rows.add(Lookups(gradient, indices.to(torch.int64), None, ctx.padding))
+        return (None,) * 5
+
+
+class _Bags(torch.autograd.Function):
+    """Computes ``aten::_embedding_bag`` for sums."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, rows: RowGradient, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        indices, offsets, *_, padding = arguments
+        bags, *others = sums_of_bags(weight, *arguments)
+        ctx.root, ctx.rows, ctx.padding = root, rows, padding
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(indices, offsets)
+        ctx.mark_non_differentiable(*others)
+        return bags, *others
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[None, ...]:
+        if gradient is not None:
+            indices, offsets = (tensor.to(torch.int64) for tensor in ctx.saved_tensors)
+            places = torch.arange(len(indices), dtype=torch.int64, device="cpu")
+            sources = torch.searchsorted(offsets, places, right=True) - 1
+            ctx.rows.add(Lookups(gradient, indices, sources, ctx.padding))
+        return (None,) * len(ctx.needs_input_grad)
+
+
+OVERRIDES = tuple(
+    Override(
+        operator,
+        (Algorithm("rows", functools.partial(_by_rows, function), override.FP32, kernel=KERNEL.name, is_raced=False),),
+        supports,
+        dispatch_key="AutogradCPU",
+    )
+    for operator, function, supports in (("embedding", _Rows, _embedding), (BAGS_KERNEL, _Bags, _embedding_bag))
+)

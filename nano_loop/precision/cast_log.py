@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from nano_loop.patching.operators.operators import Kernel, overridden
+from nano_loop.patching.operators import Kernel, overridden
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import copy_as_torch, version
 from nano_loop.patching.torch_private_autograd import current_node_number, in_backward, next_node_number

@@ -1,9 +1,15 @@
-"""Utilities for optimizers: closures, the parameters that a step trains, and memory layouts."""
+"""Utilities for optimizers: closures, the parameters that a step trains, memory layouts, and wrappers of optimizers.
+
+A wrapper, such as Lookahead and Accelerate's ``AcceleratedOptimizer``, is an `Optimizer` that stores another one in an
+attribute and calls its ``step``. Many wrappers do not call ``Optimizer.__init__``, so they have no hooks. The inner
+optimizer has the kernels, the learning rate and the hooks.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from nano_loop.errors import NanoWarning, error_message
 from nano_loop.patching.patch_table import listening
+from nano_loop.patching.torch_private_optimizers import has_hooks
+from nano_loop.patching.walk import find, walk
 
 # --- closures ---
 
@@ -133,3 +142,36 @@ def laid_out_as(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     If `like` is not dense, only its order of dimensions is preserved.
     """
     return torch.empty_like(like, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+# --- wrappers ---
+
+
+def innermost(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Replace each wrapper by the optimizers inside it, without duplicates.
+
+    An optimizer without hooks and without an inner optimizer is omitted with a `NanoWarning`.
+    """
+    innermost = [optimizer for optimizer in walk(optimizers, _wrapped) if not _wrapped(optimizer)]
+    for optimizer in innermost:
+        if not has_hooks(optimizer):
+            got = f"{type(optimizer).__name__} is not accelerated"
+            expected = "it has no hooks, because its __init__ does not call Optimizer.__init__"
+            message = error_message(got, expected, "Call super().__init__(params, defaults) there")
+            warnings.warn(message, NanoWarning, stacklevel=2)
+    return list(filter(has_hooks, innermost))
+
+
+def _wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers in attributes of `optimizer` that together hold all of its parameters."""
+    if type(optimizer).step.__module__.partition(".")[0] == "torch":
+        return []
+    held = _parameters(optimizer)
+    inner = [candidate for candidate in find(Optimizer, vars(optimizer)) if _parameters(candidate) <= held]
+    covered: set[int] = set().union(*map(_parameters, inner))
+    return inner if covered == held or not has_hooks(optimizer) else []
+
+
+def _parameters(optimizer: Optimizer) -> set[int]:
+    groups: Any = getattr(optimizer, "param_groups", ())  # may be missing without `Optimizer.__init__`
+    return {id(parameter) for group in groups for parameter in group["params"]}

@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.dropout.drawing_order import drawn
+from nano_loop.kernels.drawing_order import drawn
 from nano_loop.kernels.memory import BYTES, DENSE, Pointer, attempt, empty
-from nano_loop.patching.operators.operators import overridden
+from nano_loop.patching.operators import overridden
 from nano_loop.patching.patch_table import shared_change, users
 
 #: Minimum number of elements. Below it, copying the state takes longer than the gain.

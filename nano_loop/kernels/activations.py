@@ -14,7 +14,7 @@ from torch import Tensor
 from nano_loop.kernels import memory
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.override import BF16, COMPILED, Algorithm, Call, Override
-from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.operators import Kernel
 
 _BF16 = memory.BF16._replace(layout=memory.DENSE)
 KERNEL = CompiledKernel(

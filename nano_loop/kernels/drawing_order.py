@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
+from nano_loop.patching.operators import Kernel, gives_kernels, overridden
 from nano_loop.patching.ownership import belongs_to_set_up_model
 from nano_loop.patching.patch_table import shared_change, value_in_force
 from nano_loop.patching.torch_private_autograd import in_backward
 
-#: The operators that fill a tensor, except ``bernoulli_.float``, which `nano_loop.kernels.dropout.bernoulli` replaces.
+#: The operators that fill a tensor, except ``bernoulli_.float``, which `nano_loop.kernels.bernoulli` replaces.
 _FILLING = ("uniform_", "normal_", "exponential_")
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 #: The key of the mark in a node's metadata.

@@ -21,9 +21,9 @@ from typing_extensions import override
 from nano_loop.config.options import Options
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.quiet_import import leaving_no_trace
-from nano_loop.kernels.dropout.bernoulli import by_torch
+from nano_loop.kernels.bernoulli import by_torch
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.operators.operators import overridden, plainly, registered
+from nano_loop.patching.operators import overridden, plainly, registered
 from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
