@@ -40,7 +40,7 @@ FAULTS = (
         "tests/api/test_decorator.py",
     ),
     Fault(
-        "autotune/generation.py",
+        "autotune/race.py",
         "self._settled.get(kind) or self._guessed.get(kind)",
         "self._settled.get(kind)",
         "tests/autotune",
@@ -64,16 +64,16 @@ FAULTS = (
         "tests/cli",
     ),
     Fault(
-        "cli/script_options.py",
+        "cli/script.py",
         "place += 1 + (args[place] in with_values)",
         "place += 1",
         "tests/cli/test_run.py",
     ),
     Fault(
-        "compile/blocks.py",
+        "steps/compile.py",
         "    return len(list(module.modules())) > 2 and",
         "    return",
-        "tests/compile/test_blocks.py",
+        "tests/steps/test_blocks.py",
     ),
     Fault(
         "config/environment.py",
@@ -327,7 +327,7 @@ FAULTS = (
         "tests/data",
     ),
     Fault(
-        "data/images/entries.py",
+        "data/images/store.py",
         "    if check and zlib.crc32(rest) != total:\n        return None\n",
         "",
         "tests/data/images/test_store.py",
@@ -339,7 +339,7 @@ FAULTS = (
         "tests/integrations/cuda_calls",
     ),
     Fault(
-        "integrations/fabric/strategy.py",
+        "integrations/fabric.py",
         '(torch, "compile")',
         '(torch, "__doc__")',
         "tests/integrations/test_fabric.py tests/test_import.py",
@@ -453,10 +453,10 @@ FAULTS = (
         "tests/patching/test_direct_steps.py",
     ),
     Fault(
-        "patching/weight_copies.py",
+        "precision/autocast/frozen_weights.py",
         "        return is_unwritten(weight) and",
         "        return",
-        "tests/patching/test_weight_copies.py",
+        "tests/precision/test_weight_copies.py",
     ),
     Fault(
         "patching/attributes.py",
@@ -604,7 +604,7 @@ FAULTS = (
         "tests/runtime/test_trial.py",
     ),
     Fault(
-        "steps/kernels/models.py",
+        "steps/models.py",
         "parameters_of(module, recurse=False) if weight.numel() >= elements",
         "parameters_of(module, recurse=False)",
         "tests/steps/kernels/test_kernel_step.py",

@@ -1,4 +1,7 @@
-"""The settings of a run, read once from the arguments of a call, the environment and the machine."""
+"""The settings of a run, read once from the arguments of a call, the environment and the machine.
+
+Some are attributes of `TorchNano` and the Trainer, as in BigDL-Nano.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine, read_machine
@@ -73,3 +78,29 @@ def _refuse_missing_launch(options: Options) -> None:
         got = f"{options.as_written['distributed_backend']}, {options.as_written['num_processes']}"
         expected = "the processes must have been started from outside, with RANK and WORLD_SIZE in their environments"
         raise NanoError(error_message(got, expected, 'Start them with a PyTorchJob or torchrun, or pass "subprocess"'))
+
+
+def _option(name: str, doc: str) -> Any:
+    """Return a read-only property for an option."""
+    return property(lambda self: getattr(self._nano_settings.options, name), doc=doc)
+
+
+class OptionAttributes:
+    """Read-only attributes of an object that has ``_nano_settings``, the `Settings` of its runs."""
+
+    _nano_settings: Settings
+
+    use_ipex: bool = _option("use_ipex", "Whether IPEX's kernels are used.")
+    channels_last: bool | Literal["auto"] = _option("channels_last", "Whether images are NHWC.")
+    auto_lr: bool = _option("auto_lr", "Whether the learning rate ramps to that of several processes.")
+
+    @property
+    def cpu_for_each_process(self) -> list[list[int]] | int | None:
+        """The CPU ids of each process, the number of CPUs per process, or None for even shares."""
+        shares = self._nano_settings.options.cpu_for_each_process
+        return shares if shares is None or isinstance(shares, int) else [list(cpus) for cpus in shares]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which models compute matrix products."""
+        return self._nano_settings.options.kind.compute

@@ -12,7 +12,7 @@ from nano_loop.steps.fast_images import FastImages
 from nano_loop.steps.frozen_dtype import FrozenDtype
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
-from nano_loop.steps.kernels import KERNEL_STEPS
+from nano_loop.steps.kernel_table import KERNEL_STEPS
 from nano_loop.steps.learning_rate import LearningRate
 from nano_loop.steps.log_casts import LogCasts
 from nano_loop.steps.num_threads import NumThreads

@@ -23,10 +23,10 @@ from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_functorch
-from nano_loop.runtime.objects.called_functions import names_called
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.layout_trial import LayoutTrial
+from nano_loop.steps.models import names_called
 from nano_loop.steps.step import ABSENT, SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -27,7 +27,7 @@ from nano_loop.precision.product_precision import ATTENTION, CONVOLUTION, LSTM, 
 from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
 from nano_loop.runtime.trial import StepTrial
-from nano_loop.steps.kernels.models import has_attention, has_convolutions, large_weights
+from nano_loop.steps.models import has_attention, has_convolutions, large_weights
 from nano_loop.steps.step import SkipReason, Step
 
 #: Minimum number of elements of a weight. For smaller ones, the overhead of the replacement outweighs the gain.

@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from nano_loop.autotune.choices import Choice, Choices, choices_for
-from nano_loop.autotune.generation import Generation
+from nano_loop.autotune.race import Generation
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.cpu.waits import Waits, is_busy, unsure
 from nano_loop.kernels import embedding

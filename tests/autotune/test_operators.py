@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from autotune.time_for import ALWAYS, Clock, TimeFor
 from nano_loop import nano
 from nano_loop.autotune.choices import Choices
-from nano_loop.autotune.generation import Generation
+from nano_loop.autotune.race import Generation
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.kernels import override
 from nano_loop.kernels.attention import attention, blocked_attention, flash_attention

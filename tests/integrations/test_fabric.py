@@ -11,8 +11,8 @@ from torch import nn
 
 from nano_loop import TorchNano
 from nano_loop.distributed.comm.ranks import ALONE, Ranks
-from nano_loop.integrations.fabric.strategy import Fabric as Ours
-from nano_loop.integrations.fabric.strategy import fabric_arguments
+from nano_loop.integrations.fabric import Fabric as Ours
+from nano_loop.integrations.fabric import fabric_arguments
 
 
 @pytest.fixture(params=["32-true", "bf16-mixed"])

@@ -16,7 +16,7 @@ from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.norm import norms, rms_norm
 from nano_loop.patching.operators import gives_kernels
-from nano_loop.steps.kernels import models
+from nano_loop.steps import models
 
 in_runs = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
 CHOOSE = override.Override._is_chosen

@@ -13,7 +13,8 @@ from nano_loop.kernels.convolution import depthwise, gradient_plans
 from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product, linear
 from nano_loop.kernels.norm import norms, rms_norm
-from nano_loop.steps.kernels import KERNEL_STEPS, models
+from nano_loop.steps import models
+from nano_loop.steps.kernel_table import KERNEL_STEPS
 
 from .changes import ROWS, built, calls, changed_by, layers
 from .pairs import EXACT, FUSED, NHWC_FUSED, PRODUCTS, SHIPPED_NHWC, Config, check

@@ -18,11 +18,10 @@ from nano_loop.distributed.comm.ranks import Loop, Ranks
 from nano_loop.distributed.launch.launcher import Alone
 from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoConfigError, NanoError, error_message
-from nano_loop.integrations.fabric.strategy import RanksCollectives, RanksEnvironment
+from nano_loop.integrations.fabric import RanksCollectives, RanksEnvironment
 from nano_loop.patching.torch_private import put_back_signal_handlers
-from nano_loop.runtime.objects.checks import check_kinds
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport
-from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.runtime.objects.training_objects import TrainingObjects, check_kinds
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.steps import STEPS, ParameterDtype, Precision, Verify

@@ -17,8 +17,7 @@ from nano_loop.errors import NanoConfigError, NanoWarning, error_message, shown
 from nano_loop.integrations.lightning.compiled import refuse_compiled_twice
 from nano_loop.integrations.lightning.strategy import PRODUCTS
 from nano_loop.runtime.objects.report import SetupReport
-from nano_loop.runtime.option_attributes import OptionAttributes
-from nano_loop.runtime.settings import Settings
+from nano_loop.runtime.settings import OptionAttributes, Settings
 
 #: Options that the strategy accepts or refuses.
 _OPTIONS = {*OPTIONS, *REMOVED} - {"num_processes", "precision"}

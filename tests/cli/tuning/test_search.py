@@ -2,7 +2,7 @@
 
 import pytest
 
-from nano_loop.cli.script_options import Script
+from nano_loop.cli.script import Script
 from nano_loop.cli.tuning import LEAST, search
 from nano_loop.cli.tuning.search import Search
 from nano_loop.cli.tuning.trial import TrialFailedError, Trials

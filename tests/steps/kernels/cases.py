@@ -17,7 +17,8 @@ from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.norm import norms
 from nano_loop.kernels.rnn import rnn
 from nano_loop.patching.operators import gives_kernels
-from nano_loop.steps.kernels import KERNEL_STEPS, models
+from nano_loop.steps import models
+from nano_loop.steps.kernel_table import KERNEL_STEPS
 
 BY_NAME = {kind.name: kind for kind in KERNEL_STEPS}
 #: Makes sizes of any kind large enough, and the functions in C the default choice.

@@ -1,8 +1,11 @@
 """Inductor draws random numbers as the plain loop does, unless the user's options change this."""
 
+import pytest
 import torch
 
-from nano_loop.compile.inductor import arguments_with
+from nano_loop.steps.compile import arguments_with
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def test_random_numbers_are_torchs_and_no_header_is_precompiled():

@@ -9,8 +9,8 @@ from nano_loop.kernels.head import cross_entropy, head, layers, logits
 from nano_loop.kernels.linear import fp32_product, linear, product
 from nano_loop.kernels.norm import norms, rms_norm
 from nano_loop.kernels.rnn import recurrence, rnn
-from nano_loop.steps.kernels import models
-from nano_loop.steps.kernels.kernel_step import Kernels, Row
+from nano_loop.steps import models
+from nano_loop.steps.kernel_step import Kernels, Row, step_of
 from nano_loop.steps.step import ABSENT, SMALL, SkipReason
 
 # torch's generator draws a dropout mask one number at a time. All masks and later random numbers are unchanged, so the
@@ -143,3 +143,4 @@ EMBEDDING = Row("fast_embedding", _EMBEDDING, _EMBEDDING)
 
 #: The order does not matter.
 ROWS = (DROPOUT, ATTENTION, ACTIVATION, CONVOLUTION, CROSS_ENTROPY, LINEAR, NORM, RNN, EMBEDDING)
+KERNEL_STEPS = tuple(map(step_of, ROWS))

@@ -1,13 +1,41 @@
-"""The current, peak and remaining memory of this process."""
+"""The process: its start time, its link to its parent, and its current, peak and remaining memory."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+import signal
 import sys
+from functools import cache
 
 from nano_loop.cpu.cgroup import read_memory_left
 from nano_loop.cpu.tree import Tree
+
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+@cache
+def process_start() -> float:
+    """Return the start time of this process on the clock of `time.time`, to the second."""
+    import psutil  # type: ignore[import-untyped,unused-ignore]  # imported here, as `import nano_loop.cpu` is quick
+
+    return float(psutil.Process().create_time()) - 1
+
+
+def end_with(parent: int) -> None:
+    """Let the system kill this process when its parent ends. Only Linux supports this.
+
+    Parameters
+    ----------
+    parent : int
+        The process ID of the parent. If it has already ended, this process ends immediately.
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
 
 #: The limits of the shell's ``ulimit``, and their usage in ``/proc/self/status``.
 _ULIMITS = {"ulimit -v": (resource.RLIMIT_AS, "VmSize"), "ulimit -d": (resource.RLIMIT_DATA, "VmData")}

@@ -1,4 +1,4 @@
-"""Tests of nano_loop.cpu.process_memory."""
+"""Tests of nano_loop.cpu.process."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_loop.cpu import memory_left, peak_memory, process_memory, resident_memory
+from nano_loop.cpu import memory_left, peak_memory, process, resident_memory
 from nano_loop.cpu.tree import Tree
 
 MB = 2**20
@@ -24,14 +24,14 @@ def test_peak_is_kept_after_the_memory_is_given_back() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone lets ru_maxrss begin at what the parent had")
 def test_peak_of_a_child_does_not_include_what_its_parent_has_had() -> None:
-    child = "from nano_loop.cpu.process_memory import peak_memory; print(peak_memory())"
+    child = "from nano_loop.cpu.process import peak_memory; print(peak_memory())"
     parent = f"import subprocess, sys; b = bytes([1]) * (1 << 30); subprocess.run([sys.executable, '-c', {child!r}])"
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 900 * MB
 
 
 def test_without_proc_the_system_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(process_memory, "Tree", lambda _: Tree(tmp_path))
+    monkeypatch.setattr(process, "Tree", lambda _: Tree(tmp_path))
     assert peak_memory() > 10 * MB
 
 

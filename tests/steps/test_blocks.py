@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.compile.blocks import described, repeated_blocks
+from nano_loop.steps.compile import described, repeated_blocks
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 class Block(nn.Module):
