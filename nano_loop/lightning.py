@@ -9,8 +9,7 @@ from typing import Any
 
 from nano_loop.config.leftovers import no_attribute
 from nano_loop.integrations.lightning.compiled import CompiledMixin
-from nano_loop.integrations.lightning.package import lightning_is_missing, register
-from nano_loop.integrations.lightning.strategy import NanoStrategyMixin
+from nano_loop.integrations.lightning.strategy import NanoStrategyMixin, lightning_is_missing, register
 from nano_loop.integrations.lightning.trainer import NanoTrainerMixin
 
 try:

@@ -98,13 +98,13 @@ FAULTS = (
         "tests/cpu/test_partition.py",
     ),
     Fault(
-        "data/indexed_attributes.py",
+        "data/whole_batches.py",
         " or not _only_indexes(function.__code__)",
         "",
         "tests/steps/test_fast_fetch.py",
     ),
     Fault(
-        "data/indexed_attributes.py",
+        "data/whole_batches.py",
         "def indexed_sample(",
         '@__import__("functools").cache\ndef indexed_sample(',
         "tests/loops/test_changes.py",
@@ -580,7 +580,7 @@ FAULTS = (
         "tests/runtime/test_clock.py",
     ),
     Fault(
-        "runtime/learnt_options.py",
+        "runtime/settings.py",
         "if ({*written, *options.set_by_environment} - asked_for) & changes.keys()",
         "if ({*written} - asked_for) & changes.keys()",
         "tests/runtime/test_learnt_options.py",

@@ -27,7 +27,7 @@ from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.double_backward import is_followed
 from nano_loop.kernels.memory import BYTES, CONTIGUOUS, FP32, INT64, Pointer, computes_now, empty, has_tangent, is_plain
 from nano_loop.kernels.override import Algorithm, Call, Override
-from nano_loop.patching.calls.exports import is_exporting
+from nano_loop.patching.calls.entry import is_exporting
 from nano_loop.patching.operators import Kernel
 from nano_loop.patching.patch_table import process_wide, shared_change
 from nano_loop.patching.torch_private import (

@@ -31,8 +31,7 @@ from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.backward import backwards_watched
 from nano_loop.patching.calls.calls import newcomers_covered
-from nano_loop.patching.calls.entry import through_interceptor
-from nano_loop.patching.calls.exports import is_exporting
+from nano_loop.patching.calls.entry import is_exporting, through_interceptor
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.loaders import implicit_loaders_changed
 from nano_loop.patching.members import has_shapes, parameters_of

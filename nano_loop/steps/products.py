@@ -22,11 +22,11 @@ from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.precision.autocast.frozen_weights import remark_on_integers
-from nano_loop.precision.cast_log import record_product
 from nano_loop.precision.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
 from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
 from nano_loop.runtime.trial import StepTrial
+from nano_loop.steps.log_casts import record_product
 from nano_loop.steps.models import has_attention, has_convolutions, large_weights
 from nano_loop.steps.step import SkipReason, Step
 

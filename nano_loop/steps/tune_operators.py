@@ -11,7 +11,7 @@ from typing_extensions import override
 from nano_loop.autotune.choices import Choice, Choices, choices_for
 from nano_loop.autotune.race import Generation
 from nano_loop.autotune.tuner import Tuner
-from nano_loop.cpu.waits import Waits, is_busy, unsure
+from nano_loop.cpu.process import Waits, is_busy, unsure
 from nano_loop.kernels import embedding
 from nano_loop.patching.calls.calls import CallInterceptor
 from nano_loop.patching.deterministic_mode import may_depend_on_times

@@ -17,7 +17,7 @@ from nano_loop.cli.tuning.result import Row, Tuning, as_text, differing
 from nano_loop.cli.tuning.trial import TrialFailedError, Trials, say
 from nano_loop.config.options import Options
 from nano_loop.cpu import read_machine
-from nano_loop.cpu.waits import BUSY
+from nano_loop.cpu.process import BUSY
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 
 #: Options that the ambient mode does not support, since it has one process.
@@ -255,9 +255,9 @@ def save_fastest(rows: Sequence[Row], options: Options, script: str) -> Iterator
     options : Options
         The options of the unchanged script.
     script : str
-        See `nano_loop.runtime.learnt_options.script_of_process`.
+        See `nano_loop.runtime.settings.script_of_process`.
     """
-    from nano_loop.runtime.learnt_options import learn  # here, since it imports torch, which takes a second
+    from nano_loop.runtime.settings import learn  # here, since it imports torch, which takes a second
 
     own, unchanged = options.precision, rows[0]
     rows = [row for row in rows if row.seconds and not (row.note or row.plain)]

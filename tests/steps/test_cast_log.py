@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.precision.cast_log import CastRecorder
+from nano_loop.steps.log_casts import CastRecorder
 
 
 def logged(function, model=None):
