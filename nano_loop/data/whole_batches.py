@@ -2,8 +2,8 @@
 
 A `DataLoader` indexes each sample separately and stacks the samples, which takes six times as long. The result is the
 same as that of `torch.utils.data.default_collate`. Datasets are recognized by their exact classes, of torch and of
-skorch, or by a ``__getitem__`` that only indexes tensors and arrays, as in ``return self.x[index], self.y[index]``. This
-is checked in its bytecode: it may only load attributes, index, and build tuples, lists and dicts. Such code has no
+skorch, or by a ``__getitem__`` that only indexes tensors and arrays: ``return self.x[index], self.y[index]``. This is
+checked in its bytecode: it may only load attributes, index, and build tuples, lists and dicts. Such code has no
 branches, calls or side effects, so one call with placeholders for the dataset and the index shows the structure of all
 samples. Other kinds of tables, such as Arrow's, would get a separate module.
 

@@ -106,7 +106,7 @@ def test_scripts_compute_what_the_plain_loop_computes(patched, script):
 
 IN_ITS_OWN_PROCESS = """
 import json, sys, torch
-from integrations.cuda_calls.test_patching import distributed, on_the_cpu, patch_cuda
+from integrations.test_cuda_calls import distributed, on_the_cpu, patch_cuda
 patch_cuda()
 print(json.dumps([*map(torch.equal, distributed(sys.argv[1]).parameters(), on_the_cpu())]))
 """
@@ -115,7 +115,7 @@ print(json.dumps([*map(torch.equal, distributed(sys.argv[1]).parameters(), on_th
 @pytest.mark.slow
 def test_script_for_several_gpus_runs_in_one_process(tmp_path):
     """In a separate process: after importing inductor, torch's gloo and Python's lock may wait for each other."""
-    equal = run_python("-c", IN_ITS_OWN_PROCESS, tmp_path, folder=Path(__file__).parents[2])[0]
+    equal = run_python("-c", IN_ITS_OWN_PROCESS, tmp_path, folder=Path(__file__).parents[1])[0]
     assert equal == [True] * 4
 
 
