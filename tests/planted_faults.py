@@ -336,7 +336,7 @@ FAULTS = (
         "integrations/cuda_calls.py",
         '    "device_count": lambda: 1,',
         '    "device_count": lambda: 0,',
-        "tests/integrations/cuda_calls",
+        "tests/integrations/test_cuda_calls.py",
     ),
     Fault(
         "integrations/fabric.py",
