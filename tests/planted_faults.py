@@ -46,7 +46,7 @@ FAULTS = (
         "tests/autotune",
     ),
     Fault(
-        "autotune/budget.py",
+        "autotune/tuner.py",
         "        if clock.steps < 2 or not self._measures or not clock.is_here:\n",
         "        if clock.steps < 2 or not self._measures:\n",
         "tests/autotune/test_budget.py",

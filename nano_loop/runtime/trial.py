@@ -15,9 +15,8 @@ from typing import Generic, TypeVar
 
 from torch.optim import Optimizer
 
-from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.choices import Choice, choices_for
-from nano_loop.autotune.tuner import HOPELESS, NEARLY_ALWAYS
+from nano_loop.autotune.tuner import HOPELESS, NEARLY_ALWAYS, Budget
 from nano_loop.cpu import Machine
 from nano_loop.cpu.process import Waits, is_busy, unsure
 from nano_loop.patching.deterministic_mode import may_depend_on_times
