@@ -1,4 +1,4 @@
-"""A Trainer with BigDL-Nano's arguments and nano_loop's options, and `Trainer.compile`, without Lightning's base classes."""
+"""A Trainer with BigDL-Nano's arguments, nano_loop's options and `compile`, without Lightning's base classes."""
 
 from __future__ import annotations
 
