@@ -12,7 +12,7 @@ from nano_loop.config.option_checks import Check, RefusedValueError
 from nano_loop.config.protocol import COMMAND, INSTALL
 from nano_loop.errors import NanoConfigError, error_message, quoted
 
-#: The variable. It is not an option.
+#: The variable with the exports of `nano-loop env`. It is not an option.
 EXPORTS = "NANO_LOOP_ENV_BEFORE"
 
 
