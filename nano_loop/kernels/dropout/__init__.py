@@ -1,1 +1,1 @@
-"""Random masks."""
+"""Random draws that match torch's: dropout masks, and noise in NHWC tensors."""

@@ -1,4 +1,4 @@
-"""Lets torch trace, script and export the plain model during a run, without the layers around its calls.
+"""Lets torch trace, script and export the plain model during a run, without the wrappers around its calls.
 
 `torch.jit.script` reads the source of a model's methods, and `torch.jit.trace` calls the model again to check the
 trace. The replaced methods are restored during such a call. Functions that were imported by name before the run are not
