@@ -213,27 +213,30 @@ bench-overhead: ready
 # tag, by the C libraries that the wheel supports.
 WHEEL_VENV := .venv-wheel
 BACKEND = $(WHEEL_VENV)/bin/python -c "import sys, setuptools.build_meta as backend; getattr(backend, sys.argv[1])(sys.argv[2])"
+AUDITWHEEL = PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel
+# Runs a command, and shows its output only if it fails.
+quietly = { $(1); } >$(WHEEL_VENV)/output 2>&1 || { cat $(WHEEL_VENV)/output >&2; exit 1; }
 wheel:
 	$(if $(MISSING),$(error $(MISSING)))
 	@$(LOCK) $(MAKE) -s VENV=$(WHEEL_VENV) REQUIREMENTS=requirements/wheel.txt $(WHEEL_VENV)/pins-$(VERSION)
 	@rm -rf build dist
 	@mkdir dist
 	@echo "1 of 4: the sdist"
-	@$(BACKEND) build_sdist dist >/dev/null
+	@$(call quietly,$(BACKEND) build_sdist dist)
 	@echo "2 of 4: the wheel for every system, whose kernels in C are compiled at first use"
-	@NANO_LOOP_KERNELS=off $(BACKEND) build_wheel dist >/dev/null 2>&1
+	@$(call quietly,NANO_LOOP_KERNELS=off $(BACKEND) build_wheel dist)
 	@echo "3 of 4: the wheel with kernels in C, which pip prefers on Linux for x86-64: gcc compiles them for one to three minutes"
-	@$(BACKEND) build_wheel build/dist >/dev/null
-	@PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --exclude libgomp.so.1 -w dist build/dist/*-linux_x86_64.whl
+	@$(call quietly,$(BACKEND) build_wheel build/dist)
+	@$(call quietly,$(AUDITWHEEL) repair --exclude libgomp.so.1 -w dist build/dist/*-linux_x86_64.whl)
 	@echo "4 of 4: the same for Linux on ARM, by $(CROSS)gcc"
-	@if command -v $(CROSS)gcc >/dev/null; then $(MAKE_ARM_WHEEL); else echo "It is not here: no such wheel"; fi
+	@if command -v $(CROSS)gcc >/dev/null; then $(call quietly,$(MAKE_ARM_WHEEL)); else echo "It is not here: no such wheel"; fi
 	@touch $(WHEELS)
 	@ls -l dist
 
 # The same for another processor, with a cross compiler and Python's name for the platform.
 CROSS := aarch64-linux-gnu-
-MAKE_ARM_WHEEL = CC=$(CROSS)gcc _PYTHON_HOST_PLATFORM=linux-aarch64 $(BACKEND) build_wheel build/dist >/dev/null && \
-    PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair -w dist build/dist/*-linux_aarch64.whl
+MAKE_ARM_WHEEL = CC=$(CROSS)gcc _PYTHON_HOST_PLATFORM=linux-aarch64 $(BACKEND) build_wheel build/dist && \
+    $(AUDITWHEEL) repair -w dist build/dist/*-linux_aarch64.whl
 
 # A checkout that was moved or copied together with .venv must not import the package from its old location.
 ready:
