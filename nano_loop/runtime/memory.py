@@ -263,9 +263,8 @@ class MemoryWatch:
         expected = f"{allowed}; the parts are {_listed(parts.items())}"
         expected += f"; the largest tensors are {_listed(tensors)}" if tensors else ""
         more = "let the process have more memory" if limit is None or limit.source == _CGROUP else "raise memory_limit"
-        hint = f"{_HINTS[max(_HINTS, key=lambda name: parts[name])]}, or {more}"
-        if limit is not None and parts[_BEFORE] > limit.most:  # no change to the training is enough
-            hint = more.capitalize()
+        is_too_low = limit is not None and parts[_BEFORE] > limit.most  # whatever the program trains
+        hint = more.capitalize() if is_too_low else f"{_HINTS[max(_HINTS, key=parts.__getitem__)]}, or {more}"
         return NanoMemoryError(error_message(got, expected, hint))
 
 

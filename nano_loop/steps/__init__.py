@@ -59,8 +59,7 @@ STEPS: tuple[type[Step], ...] = (
 #: The steps that only affect loaders.
 LOADER_STEPS = tuple(step for step in STEPS if step.needs == "loaders")
 
-#: The steps of the witness: a process that computes whole batches, to check the gradients of ranks that share each
-#: batch. It computes as the plain loop does, in the precision of the run.
+#: The steps of the witness, a process that computes whole batches as the plain loop does, in the run's precision.
 WITNESS_STEPS: tuple[type[Step], ...] = (ParameterDtype, FrozenDtype, Precision, OperatorLists, GradientAveraging)
 
 __all__ = [
