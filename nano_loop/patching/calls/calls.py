@@ -88,8 +88,8 @@ class CallInterceptor:
         """Add `wrapper` as the innermost one, or replace the wrapper with the same name."""
         self._by_name[name] = wrapper
         call: Call = _innermost
-        for each in reversed(self._by_name.values()):
-            call = each(call)
+        for wrap in reversed(self._by_name.values()):
+            call = wrap(call)
         self.call_wrapped = call
 
     def around_modules(self, around: Callable[[nn.Module], Call | None], name: str) -> None:
