@@ -33,9 +33,9 @@ _NAMESPACES = (SimpleNamespace, argparse.Namespace)
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name, including defaults and those that a partial function adds."""
     if isinstance(function, functools.partial):
-        given, placeholder = iter(args), getattr(functools, "Placeholder", function)  # of Python 3.14
-        added = [next(given, value) if value is placeholder else value for value in function.args]
-        return arguments_of(function.func, (*added, *given), {**function.keywords, **kwargs})
+        passed, placeholder = iter(args), getattr(functools, "Placeholder", function)  # of Python 3.14
+        added = [next(passed, value) if value is placeholder else value for value in function.args]
+        return arguments_of(function.func, (*added, *passed), {**function.keywords, **kwargs})
     try:
         signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # some builtins have no signature

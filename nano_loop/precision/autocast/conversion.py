@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
 from nano_loop.patching.members import buffers_of, parameters_of, shaped
 from nano_loop.patching.nested_tensors import map_tensors
-from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.patching.optimizers import held_by
 from nano_loop.patching.torch_private import users_of_storage
 
 

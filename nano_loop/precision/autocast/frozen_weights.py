@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.patching.members import has_shape, parameters_of
-from nano_loop.patching.operators.operators import ruled
+from nano_loop.patching.operators import ruled
 from nano_loop.patching.ownership import OperatorRule
 from nano_loop.patching.patch_table import shared_change
 from nano_loop.patching.torch_private import has_saved_tensor_hooks, in_dispatch_mode, in_functorch
