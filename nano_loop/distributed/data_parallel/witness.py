@@ -182,8 +182,9 @@ class Comparison:
         if self._witness is not None:
             self.why_not = "no backward came before the first step"
 
-    def note_call(self) -> None:
-        """Record the precision in which a model is called."""
+    def note_call(self, *inputs: Any) -> None:
+        """Record the precision in which a model is called, and the batch that it is called with."""
+        self.split.note_call(inputs)
         if torch.is_autocast_enabled("cpu"):
             self._tolerance = _ROUNDED
 
