@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -138,6 +138,8 @@ class SplitBatches:
     since_backward: MutableMapping[Any, _Pending] = field(default_factory=WeakKeyDictionary)
     used: dict[Share, None] = field(default_factory=dict)
     _latest: Share | None = None
+    _evaluates: bool = False  # whether the latest call of a model was in eval mode, for such a batch
+    _whole: Callable[[], Any] = lambda: None  # the iteration that has delivered a whole batch last
     _has_called: bool = False  # whether models were called since the last backward
     _iterations: WeakSet[Any] = field(default_factory=WeakSet)  # whose batches models were called with
     _delivered: WeakKeyDictionary[Any, tuple[weakref.ref[Any], Share] | None] = field(default_factory=WeakKeyDictionary)
@@ -182,24 +184,43 @@ class SplitBatches:
             self.sums = batch_sums(batch)
         if share is not None:
             self.checksum = zlib.crc32(b"%d %d" % (share.total, checksum), self.checksum)
-            self._latest = share
+            self._latest, self._whole = share, lambda: None
             self.since_backward.setdefault(iteration, _Pending()).add(share)
             for storage in _storages(batch):
                 _, other = self._delivered.get(storage) or (None, share)
                 # A storage that holds the whole data set does not tell batches apart.
                 self._delivered[storage] = (weakref.ref(iteration), share) if other.total == share.total else None
 
-    def note_call(self, *inputs: Any) -> None:
-        """Note of which batch the inputs of a model are: the loop may have kept it, or have read others ahead."""
+    def deliver_whole(self, iteration: Any) -> None:
+        """Note that an iteration, which began as an evaluation, delivers a batch that every rank computes whole."""
+        self._whole = weakref.ref(iteration)
+
+    def note_call(self, inputs: Any, *, trains: bool) -> None:
+        """Note of which batch the inputs of a model are.
+
+        The loop may have kept the batch, or have read others ahead.
+
+        Parameters
+        ----------
+        inputs : object
+            May contain tensors of a batch.
+        trains : bool
+            Whether the model is in train mode.
+        """
         if not self.is_here:
             return
+        self._evaluates = self._whole() is not None
         found = [one for storage in _storages(inputs) if (one := self._delivered.get(storage)) is not None]
         for reference, share in found:
             self._use(share, [reference()])
         self._has_called = True
+        if found or self._evaluates:
+            self._evaluates = not (found or trains)
+            self.share = self.share if self._evaluates or found else None
+            return
         pending = {one for waiting in self.since_backward.values() for one in waiting.shares}
         known = {one for one in (*pending, self._latest, self.share) if one is not None}
-        if not found and len(known) > 1:  # inputs that the loop has converted are known by their number of rows
+        if len(known) > 1:  # inputs that the loop has converted are known by their number of rows
             rows = {tensor.size(0) for tensor in find(torch.Tensor, inputs) if tensor.dim()}
             fitting = [one for one in known if one.samples in rows]
             if len(fitting) == 1:
@@ -228,7 +249,9 @@ class SplitBatches:
                 shares += pending.shares if self._has_called else pending.shares[-1:]
             pending.pop()
         shares = [*dict.fromkeys(shares)]
-        self._has_called = False
+        if self._evaluates and not shares:  # the loop trains in eval mode
+            self.share = None
+        self._has_called = self._evaluates = False
         self.used.clear()
         self._iterations.clear()
         if len({None if share.is_even else share.total for share in shares}) > 1:

@@ -159,7 +159,8 @@ class Averaging:
                 diverge_rng(self._ranks)
                 self._agreement.sync_added_parameters()
                 if self._roots is not None:
-                    self._roots.comparison.note_call(args, kwargs)
+                    trains = any(model.training for model in self._parameters.models)
+                    self._roots.comparison.note_call((args, kwargs), trains=trains)
             result = call(*args, **kwargs)
             self._parameters.refresh()  # parameters that the model has added in the call need hooks before the backward
             return result

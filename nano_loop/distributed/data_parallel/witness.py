@@ -182,9 +182,9 @@ class Comparison:
         if self._witness is not None:
             self.why_not = "no backward came before the first step"
 
-    def note_call(self, *inputs: Any) -> None:
-        """Record the precision in which a model is called, and the batch that it is called with."""
-        self.split.note_call(inputs)
+    def note_call(self, inputs: Any, *, trains: bool) -> None:
+        """Record the precision and the batch with which a model is called; see `SplitBatches.note_call`."""
+        self.split.note_call(inputs, trains=trains)
         if torch.is_autocast_enabled("cpu"):
             self._tolerance = _ROUNDED
 

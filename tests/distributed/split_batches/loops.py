@@ -364,6 +364,17 @@ def read_ahead(run):
     return fit(run, mlp(6, 8, 1), Ahead(TensorDataset(*vectors()), BATCH, shuffle=True), squares)
 
 
+def trained_in_body(run):
+    """An epoch that begins in eval mode is not divided."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def loss_of(model, batch):
+        model.train()
+        return squares(model, batch)
+
+    return fit(run, model, loader_of(*vectors(SAMPLES + 3)), loss_of, after_step=lambda loss: model.eval())
+
+
 def cycled(run):
     """The batches of the first epoch, kept and used again."""
     batches = itertools.cycle(loader_of(*vectors()))

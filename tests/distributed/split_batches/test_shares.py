@@ -51,18 +51,18 @@ def test_batches_that_the_loop_reads_ahead_are_known_and_groups_of_different_sha
         assert split.begin_backward() == 1.2
     split.deliver(iteration, full, batches[1])
     if reads_ahead:
-        split.note_call(batches[0].view(1, 3))
+        split.note_call(batches[0].view(1, 3), trains=True)
         assert split.begin_backward() == 1.2
     split.deliver(iteration, short, batches[2])
-    split.note_call(batches[1])
+    split.note_call(batches[1], trains=True)
     if not reads_ahead:
         with pytest.raises(NanoError, match=r"3 of 5, 2 of 4 samples"):
             split.begin_backward()
         return
     assert split.begin_backward() == 1.2
-    split.note_call(batches[2] + 1)
+    split.note_call(batches[2] + 1, trains=True)
     assert split.begin_backward() == 1.0
-    split.note_call(batches[1])  # used again
+    split.note_call(batches[1], trains=True)  # used again
     assert split.begin_backward() == 1.2
 
 
