@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.patching.walk import find
 
@@ -207,7 +208,7 @@ class SplitBatches:
         trains : bool
             Whether the model is in train mode.
         """
-        if not self.is_here:
+        if not self.is_here or in_functorch():  # tensors of torch.func have no storage
             return
         self._evaluates = self._whole() is not None
         found = [one for storage in _storages(inputs) if (one := self._delivered.get(storage)) is not None]

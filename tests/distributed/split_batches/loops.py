@@ -113,7 +113,7 @@ def adam(run):
     return fit(run, model, loader_of(*vectors()), squares, torch.optim.Adam(model.parameters(), lr=1e-2))
 
 
-def lbfgs(run):
+def lbfgs(run, reduction="mean"):
     model = mlp(6, 8, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
     run.setup(model, optimizer)
@@ -122,7 +122,7 @@ def lbfgs(run):
 
             def closure(x=x, y=y):
                 optimizer.zero_grad()
-                loss = F.mse_loss(model(x), y)
+                loss = F.mse_loss(model(x), y, reduction=reduction)
                 loss.backward()
                 return loss
 
