@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch.distributions import Distribution
 
 _MKLDNN_OPERATIONS = ("matmul", "conv", "rnn")
 
@@ -29,7 +28,6 @@ def current_settings() -> list[Callable[[], object]]:
         partial(torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled()),  # type: ignore[no-untyped-call]
         partial(torch.backends.cuda.enable_math_sdp, torch.backends.cuda.math_sdp_enabled()),  # type: ignore[no-untyped-call]
         partial(_set_mkldnn, bool(torch.backends.mkldnn.enabled), _matmul_precision(), _mkldnn_precisions()),
-        partial(Distribution.set_default_validate_args, Distribution._validate_args),
         partial(np.seterr, **np.geterr()),
         partial(sys.setrecursionlimit, sys.getrecursionlimit()),
     ]
