@@ -42,7 +42,8 @@ _TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses
 _DOUBLE = 1e-6  # of models in fp64, which may compute parts in fp32
 # In fp32, rounding changes the gradients of a deep network with ReLUs by 2%, and in bf16 by as much as their norm, but
 # it changes neither the loss nor the gradients of the last layer.
-_SAME_LOSS, _SAME_SUM, _MOST_ROUNDING = 1e-5, 1e-7, 0.05
+_SAME_LOSSES = {_TOLERANCE: 1e-5, _ROUNDED: _ROUNDED, _DOUBLE: 1e-10}
+_SAME_SUM, _MOST_ROUNDING = 1e-7, 0.05
 _UNDIVIDED = "random numbers that are not divided"
 _RULE = "with split_batches a loss has to be a mean, or a sum, over samples that do not depend on each other"
 _WAYS = (
@@ -260,7 +261,7 @@ class Comparison:
 
     def _is_rounding(self, losses: Sequence[float], distances: Sequence[float], sizes: Sequence[float]) -> bool:
         """Whether losses are the same, and so is the gradient of some parameter."""
-        nearest = _ROUNDED if self._tolerance == _ROUNDED else _SAME_LOSS
+        nearest = _SAME_LOSSES[self._tolerance]
         return (
             0 < len(losses) == len(self._losses)
             and all(math.isclose(*pair, rel_tol=nearest) for pair in zip(losses, self._losses, strict=True))
