@@ -60,19 +60,12 @@ def test_step_is_divided_into_kinds_and_the_trace_is_written(profile, tmp_path):
     assert done.stderr == ""  # including torch's lines for each profile
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ([], "train.py takes fewer than"),
-        (["--trace=no/such/trace.json"], "its folder does not exist"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path, capfd, options, words):
+def test_script_of_too_few_steps_is_refused_in_one_line(tmp_path, capfd):
     (tmp_path / "train.py").write_text("print(1)")
-    assert main(["profile", *options, str(tmp_path / "train.py")]) == 2
+    assert main(["profile", str(tmp_path / "train.py")]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("nano-loop: ")
-    assert words in line
+    assert "train.py takes fewer than" in line
 
 
 # Without a line of nano_loop, and with closures, as the trainers of libraries step.

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from entries import EXPLICIT
 from lightning_fabric import Fabric
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, is_fused
 
 import nano_loop
-from nano_loop import NanoConfigError, NanoWarning, TorchNano, accelerated, nano
+from nano_loop import NanoConfigError, NanoWarning, accelerated, nano
 from nano_loop.patching.operators.operators import gives_kernels
 
 X, Y = torch.randn(12, 3), torch.randn(12, 2)
@@ -468,30 +469,11 @@ def test_models_are_traced_scripted_and_exported_as_they_are(install, is_set_up)
 # --- explicit use, and models trained by others ---
 
 
-class Explicit(TorchNano):
-    def train(self, net, optimizer):
-        self.setup(net, optimizer)
-        fit(net, optimizer, 2)
-
-
-def by_decorator(net, optimizer):
-    nano(verbose=False)(fit)(net, optimizer, 2)
-
-
-def by_class(net, optimizer):
-    Explicit(verbose=False).train(net, optimizer)
-
-
-def by_context(net, optimizer):
-    with accelerated(net, optimizer, verbose=False):
-        fit(net, optimizer, 2)
-
-
-@pytest.mark.parametrize("explicit", [by_decorator, by_class, by_context])
-def test_explicit_runs_have_their_own_options(install, explicit):
+@EXPLICIT
+def test_explicit_runs_have_their_own_options(install, entry):
     install(precision="bf16")
     net = Net()
-    explicit(net, adam(net))
+    entry(fit, verbose=False)(net, adam(net))
     assert set(net.seen) == {torch.float32}
     assert nano_loop.report() is None
 
