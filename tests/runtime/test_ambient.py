@@ -334,18 +334,6 @@ def test_new_optimizer_of_a_model_is_set_up_with_it(install):
     assert set(net.seen) == {torch.bfloat16}
 
 
-def test_gradients_alone_are_no_training():
-    net, others = Net(), nn.Linear(2, 2)
-
-    def attack():
-        for _ in range(12):
-            others(net(X)).sum().backward()
-
-    with pytest.warns(NanoWarning, match="has set nothing up"), accelerated(precision="bf16", verbose=False):
-        attack()
-    assert set(net.seen) == {torch.float32}
-
-
 class Head(nn.Linear):
     """A module without submodules, whose parent would be visible."""
 
@@ -572,10 +560,22 @@ def test_option_that_cannot_be_applied_is_an_error_where_it_is_met(install):
 # --- `accelerated` with objects of its body ---
 
 
-def test_block_that_trains_nothing_warns_by_its_line():
-    with pytest.warns(NanoWarning, match="has set nothing up") as caught, accelerated(verbose=False):
-        Net()(X)
+def predict(net):
+    net(X)
+
+
+def attack(net):
+    for _ in range(12):  # gradients alone are no training
+        nn.Linear(2, 2)(net(X)).sum().backward()
+
+
+@pytest.mark.parametrize("body", [predict, attack])
+def test_block_that_trains_nothing_warns_by_its_line(body):
+    net = Net()
+    with pytest.warns(NanoWarning, match="has set nothing up") as caught, accelerated(precision="bf16", verbose=False):
+        body(net)
     assert [warning.filename for warning in caught] == [__file__]
+    assert set(net.seen) == {torch.float32}
 
 
 def test_block_with_a_model_sets_up_its_optimizers_and_loaders():
