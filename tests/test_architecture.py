@@ -141,6 +141,18 @@ PRIVATE_NAMES_MODULES = "patching.torch_private"
 #: Names with an underscore that are part of Python's documented interface.
 DOCUMENTED = {"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_make", "_replace"}
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "misc"}
+#: Words that describe a role in a sentence, or that only this package used: names are standard terms instead.
+OLD_NAMES = frozenset(
+    (
+        *("each", "found", "given", "needed", "mine", "theirs", "Seat", "Parts", "Entries", "Entry", "Layer", "meet"),
+        *("is_way_in", "Inside", "way", "ways", "WAY", "Way", "Ways"),
+        *("Worth", "worth", "decided", "Printed", "Printer", "of_a_copy", "asked", "concerns", "see", "problem"),
+        *("meanwhile", "sameness", "alike", "taken_lengths", "agreed_randomness", "noted_calls", "whereabouts"),
+        *("Whereabouts", "parting", "culprit", "replicas", "meeting", "connecting", "throwaway", "lifeline", "sweep"),
+        *("own_slice", "works", "nested", "division", "under_way", "commanded", "command_note", "run_note", "picture"),
+        *("live", "pump", "_meet", "_bury", "_moved", "nobody_sees", "of_inputs", "of_outputs"),
+    )
+)
 
 
 @dataclass
@@ -154,6 +166,7 @@ class Module:
     imports_for_types: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
     private: list[str] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)  # of whatever it defines, and its own
     kept: list[str] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)  # tables registered by `process_wide`
     made: dict[str, list[str]] = field(default_factory=dict)  # by callable: the module-level objects it creates
@@ -211,6 +224,7 @@ def read_module(name: str, path: Path, package: str, known: set[str]) -> Module:
                 imports = module.imports_for_types if node in for_types else module.imports
                 imports.add(longest_known(rest, known))
     module.private = list(private_names(tree, said))
+    module.names = {*names_given(tree), *name.split(".")}
     module.kept = list(kept_by_module(tree))
     module.tables = [text_of(node.args[0]) for node in calls_in(tree) if called_name(node) == "process_wide"]
     for called, target in objects_made(tree):
@@ -302,6 +316,19 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield from [node.attr] if ast.unparse(node.value) in OWN else []
+
+
+def names_given(tree: ast.AST) -> Iterator[str]:
+    """Yield the names of functions, classes, parameters, variables and attributes that a file defines."""
+    for node in walked(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.alias):
+            yield node.asname or ""
 
 
 def reached(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
@@ -495,6 +522,12 @@ def names_that_say_nothing(modules: dict[str, Module]) -> Iterator[str]:
             yield f"{name} does not say what it is for"
 
 
+def names_of_our_own(modules: dict[str, Module]) -> Iterator[str]:
+    for module in modules.values():
+        old = sorted(name for name in module.names if {name, name.lstrip("_")} & OLD_NAMES)
+        yield from (f"{module.name} has {name}, which is no standard term" for name in old)
+
+
 def state_outside_the_table(modules: dict[str, Module]) -> Iterator[str]:
     """Yield module state that is not registered by `process_wide`, whose tables every test finds empty."""
     for module in modules.values():
@@ -562,6 +595,7 @@ JUDGES = (
     spread_imports,
     private_names_of_others,
     names_that_say_nothing,
+    names_of_our_own,
     state_outside_the_table,
     more_state_than_allowed,
 )
@@ -630,7 +664,7 @@ SOUND = {
     "steps/__init__.py": "from nano_loop.steps.ipex import Ipex\nSTEPS = [Ipex]",
     "steps/ipex.py": "def apply():\n    import intel_extension_for_pytorch as ipex",
     "distributed/strategy.py": "from lightning_fabric.strategies import DDPStrategy\nimport torch.__config__",
-    "distributed/channel.py": "import nano_loop.errors",
+    "distributed/channel.py": "import nano_loop.errors\nfor row in x: print(each)",
     "distributed/averaging/mean.py": "from nano_loop.distributed.transport.ring import Ring",
     "distributed/transport/ring.py": "class Ring:\n    def __init__(self, other):\n        self._next = other._next",
     "cpu/__init__.py": "from .quota import quota",
@@ -687,6 +721,12 @@ PLANTED = {
     "budget of modules": ({"errors.py": "\n" * 200}, "the package itself has"),
     "no budget": ({"gadgets/one.py": ""}, "gadgets has no budget"),
     "long file": ({"steps/ipex.py": "\n" * 401}, "steps.ipex has 401 lines, and 400 are allowed"),
+    "old name of a variable": ({"cpu/quota.py": "for each in x: ..."}, "cpu.quota has each"),
+    "old name of a parameter": ({"cpu/quota.py": "def f(given): ..."}, "cpu.quota has given"),
+    "old name of a class": ({"cpu/quota.py": "class Seat: ..."}, "cpu.quota has Seat"),
+    "old name of an attribute": ({"cpu/quota.py": "self._found = 1"}, "cpu.quota has _found"),
+    "old name of an import": ({"cpu/quota.py": "import x as way"}, "cpu.quota has way"),
+    "old name of a module": ({"cpu/way.py": ""}, "cpu.way has way"),
     "common/": ({"cpu/common/__init__.py": ""}, "cpu.common does not say what it is for"),
 }
 #: Imports of modules in rooms above: the file, its text, and the module.
