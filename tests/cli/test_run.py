@@ -8,6 +8,7 @@ import sys
 import pytest
 from option_values import TEXTS
 
+from cli.loops import looped
 from nano_loop.cli import SHAPE
 from nano_loop.cli import script_options as module
 from nano_loop.cli.main import main
@@ -174,23 +175,12 @@ def test_search_for_a_module_imports_nothing_and_leaves_the_path(script, monkeyp
 
 # --- a training ---
 
-TRAINING = """
-import sys
-import torch
-from nano_loop import nano
-
-@nano
-def train(model, optimizer, loader):
-    for x in loader:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    return torch.get_num_threads()
-
-model = torch.nn.Linear(8, 1)
-threads = train(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(torch.rand(16, 8), 4))
-print(threads, train.report.options["precision"], train.report["allocator"].detail)
+TRAINING = (
+    looped("torch.utils.data.DataLoader(torch.rand(16, 8), 4)", options="")
+    + """
+print(train.report.options["precision"], train.report["allocator"].detail)
 """
+)
 
 
 @pytest.mark.slow
@@ -199,10 +189,7 @@ def test_plain_decorator_runs_in_another_precision_and_number_of_processes(scrip
     arguments = ("--precision", "64", "--num-processes", "2", "--allocator", "--no-verify")
     code, out, err = ran(*arguments, script(TRAINING), OMP_WAIT_POLICY="passive")
     assert code == 0, err
-    cores = max(len(os.sched_getaffinity(0)) // 2, 1)
-    threads, precision, *allocator = out.split()
-    assert (int(threads) <= cores, precision) == (True, "64-true")
-    assert " ".join(allocator) == "glibc keeps freed memory, as set by its environment variables"
+    assert out == "64-true glibc keeps freed memory, as set by its environment variables\n"
     assert err.startswith("nano_loop ")
     assert " · 2 processes × " in err
     assert "from the environment: NANO_LOOP_ALLOCATOR=True" in err

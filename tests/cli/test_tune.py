@@ -7,25 +7,21 @@ import sys
 
 import pytest
 
+from cli.loops import looped
 from nano_loop.cli import SHAPE
 from nano_loop.cli.main import main
 from nano_loop.cpu.waits import BUSY
 
-LOOP = """
-import sys, torch, nano_loop
 
-@nano_loop.nano(num_threads=1, fast_dropout=False)
-def train(model, optimizer, batches):
-    for x in batches:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+def loop_of(steps):
+    """Return a script that prints before and after its steps."""
+    return (
+        "import sys\nprint('begun', sys.argv[1:])\n"
+        + looped(f"[torch.rand(4, 8)] * {steps}", "num_threads=1, fast_dropout=False")
+        + "print('after the training', file=sys.stderr)\n"
+    )
 
-model = torch.nn.Linear(8, 1)
-print("begun", sys.argv[1:])
-train(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.rand(4, 8)] * {steps})
-print("after the training", file=sys.stderr)
-"""
+
 WITHOUT_A_LINE = """
 import torch
 
@@ -61,8 +57,8 @@ def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "NO_COLOR": "1"}
     options = [*FIXED, "--seconds=1", "--plot=times.png", "--json", "train.py", "a"]
     # The first script ends before its time is over, together with its run.
-    for text, steps, before in ((LOOP, 40, "@nano("), (WITHOUT_A_LINE, ENDLESS, "nano_loop.install(")):
-        (tmp_path / "train.py").write_text(text.format(steps=steps))
+    for text, before in ((loop_of(40), "@nano("), (WITHOUT_A_LINE.format(steps=ENDLESS), "nano_loop.install(")):
+        (tmp_path / "train.py").write_text(text)
         command = [sys.executable, "-m", "nano_loop", "tune", *options]
         done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=500)
         found = json.loads(done.stdout)
@@ -85,7 +81,7 @@ def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
     ("text", "options", "words"),
     [
         ("print(1)", [], "train.py did not train"),
-        pytest.param(LOOP.format(steps=5), [], "train.py takes 5 steps: tune needs 12", marks=pytest.mark.slow),
+        pytest.param(loop_of(5), [], "train.py takes 5 steps: tune needs 12", marks=pytest.mark.slow),
         pytest.param(
             WITHOUT_A_LINE.format(steps=5), ["--num-processes=2"], "install runs in one process", marks=pytest.mark.slow
         ),
