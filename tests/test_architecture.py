@@ -676,6 +676,13 @@ SOUND = {
 PLANTED = {
     "unknown room inside": ({"distributed/gadgets/one.py": ""}, "distributed.gadgets.one: its room is not in ROOMS"),
     "cycle": ({"steps/a.py": "from . import b", "steps/b.py": "from . import a"}, "steps.a → steps.b → steps.a"),
+    "cycle, for types": (
+        {
+            "steps/a.py": "from . import b",
+            "steps/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import TrainingObjects",
+        },
+        "steps.a is in a cycle: steps.a → steps.b → steps.a",
+    ),
     "cycle of a folder with its file": (
         {"steps/ipex.py": "from nano_loop.steps import STEPS"},
         "steps is in a cycle: steps → steps.ipex → steps",
