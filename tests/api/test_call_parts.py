@@ -229,6 +229,7 @@ opt = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
 batches = torch.utils.data.DataLoader(torch.rand(16, 2), 2, shuffle=True)
 
 def helper(x):
+    opt.zero_grad()
     net(x).square().mean().backward()
     opt.step()
 
