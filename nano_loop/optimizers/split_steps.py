@@ -19,9 +19,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.memory import DENSE, FLOATS, Pointer
 from nano_loop.optimizers.direct_steps import LEAST_EPS
+from nano_loop.optimizers.narrow_states import in_fp32, keep_narrow, take_back
 from nano_loop.optimizers.split import SplitWeights
 from nano_loop.optimizers.torch_fused_steps import steps_as_torch
-from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.objects.optimizers import is_dense, laid_out_as, lies_as
 from nano_loop.patching.torch_private import below_torch_functions
 
@@ -121,14 +121,17 @@ class SplitSteps:
 
     def as_torchs(self, state: Any) -> Any:
         """Return states of parameters in fp32."""
-        if self.moments is torch.float32:
-            return state
-        return map_tensors(lambda value: value.float() if value.dtype is self.moments else value, state)
+        return state if self.moments is torch.float32 else in_fp32(state)
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Use the bf16 states of a run before."""
+        if self.moments is not torch.float32:
+            take_back(optimizer)
 
     def restore(self, optimizer: Optimizer) -> None:
         """Make the states of an optimizer torch's."""
-        for parameter, state in optimizer.state.items():
-            optimizer.state[parameter] = self.as_torchs(state)
+        if self.moments is not torch.float32:
+            keep_narrow(optimizer)
 
     def _call_adam(self, place: int, lists: Sequence[list[Any]], settings: Mapping[str, Any]) -> None:
         parameters, gradients, means, squares, largest, counters = lists

@@ -17,6 +17,7 @@ from nano_loop.patching.objects.optimizers import held_by
 from nano_loop.precision.autocast.conversion import Conversion
 from nano_loop.precision.autocast.dtype_errors import explain
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.steps.allocator import trim
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -47,7 +48,8 @@ class ParameterDtype(Step):
         assert dtype is not None
         if self._conversion is None:
             self.undoing.callback(self.split_weights.clear)
-            self._conversion = Conversion(dtype, self.split_weights.restored if dtype is torch.bfloat16 else None)
+            to_fp32 = self.split_weights.restored if dtype is torch.bfloat16 else None
+            self._conversion = Conversion(dtype, to_fp32, trim)
             self.undoing.callback(self._conversion.restore)
         trained = {parameter.data_ptr() for optimizer in parts.optimizers for parameter in held_by(optimizer)}
         split = partial(self.split_weights.narrowed, split=trained) if dtype is torch.bfloat16 else None
