@@ -77,7 +77,9 @@ class SplitSteps:
         if parameter.dtype not in self._dtypes or not _NUMBERS.accepts(parameter):
             return False
         gradient = parameter.grad
-        if gradient is not None and not (_NUMBERS.accepts(gradient) and gradient.shape == parameter.shape):
+        if gradient is not None and (gradient.dtype is not parameter.dtype or gradient.shape != parameter.shape):
+            return False
+        if gradient is not None and not _NUMBERS.accepts(gradient):
             return False
         return parameter.is_contiguous() or is_dense(parameter)
 
@@ -172,13 +174,10 @@ class SplitSteps:
         rest = None if self._weights is None or parameter.dtype is torch.float32 else self._weights.of(parameter)
         halves = (None, None) if rest is None else (rest.numbers, rest.checksums)
         gradient = gradient if lies_as(gradient, parameter) else laid_out_as(parameter, gradient)
-        tensors = (gradient, *states)
-        in_bf16 = [
-            place for place, tensor in enumerate(tensors) if tensor is not None and tensor.dtype is torch.bfloat16
-        ]
+        is_narrow = any(state is not None and state.dtype is torch.bfloat16 for state in states)
         key = _mixed(self._seed << 40 | self._calls)
-        sizes = (parameter.numel(), sum(1 << place for place in in_bf16))
-        KERNEL(function, parameter, *halves, *tensors, *sizes, key, *flags, *map(float, numbers))
+        sizes = (parameter.numel(), int(is_narrow))
+        KERNEL(function, parameter, *halves, gradient, *states, *sizes, key, *flags, *map(float, numbers))
         increment_version([parameter, *(state for state in states if state is not None)])
 
 
