@@ -248,7 +248,7 @@ $(PINS): $(REQUIREMENTS)
 	@touch $@
 
 KERNELS := nano_loop/kernels
-$(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py $(wildcard $(KERNELS)/compiler.py $(KERNELS)/csrc/*)
+$(READY): $(PINS) setup.cfg setup.py scripts/compile_levels.py pyproject.toml nano_loop/version.py $(wildcard $(KERNELS)/compiler.py $(KERNELS)/csrc/*)
 	@$(LOCK_OF_SOURCES) $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@broken=$$($(RUN) -m pip check) || { echo "$$broken" >&2; exit 1; }
 	@ls $(KERNELS)/prebuilt >/dev/null 2>&1 || echo "No gcc was found: kernels in C are compiled at first use, if there is a compiler then"

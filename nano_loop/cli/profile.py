@@ -13,8 +13,7 @@ from types import FrameType
 import click
 
 from nano_loop.cli import as_text
-from nano_loop.cli.script import exit_with, started
-from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
+from nano_loop.cli.script import Script, ScriptCommand, exit_with, started, takes_script
 from nano_loop.config.declarations import CHECKS
 from nano_loop.config.environment import read_options
 from nano_loop.errors import NanoConfigError, error_message

@@ -8,7 +8,7 @@ import sys
 import click
 
 from nano_loop.cli import as_text
-from nano_loop.cli.script_options import Script, ScriptCommand, preload_options, takes_script
+from nano_loop.cli.script import Script, ScriptCommand, preload_options, takes_script
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
 from nano_loop.config.protocol import INSTALL
 from nano_loop.cpu import read_machine

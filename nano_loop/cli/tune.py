@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 
 from nano_loop.cli import as_text
-from nano_loop.cli.script import exit_with
-from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
+from nano_loop.cli.script import Script, ScriptCommand, exit_with, takes_script
 from nano_loop.cli.tuning.result import check_picture, draw
 from nano_loop.cli.tuning.search import Search
 from nano_loop.cli.tuning.trial import TrialFailedError

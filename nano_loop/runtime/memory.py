@@ -30,7 +30,7 @@ from nano_loop.patching.attributes import module_of
 from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, named_parameters_of
-from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.patching.optimizers import held_by
 from nano_loop.patching.walk import find
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult, size

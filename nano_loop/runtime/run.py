@@ -234,28 +234,8 @@ class Run:
     def setup(self, model: Any, optimizer: Any = (), *dataloaders: DataLoader[Any]) -> Any:
         """Accelerate models, optimizers and loaders in place, until the run ends.
 
-        Parameters
-        ----------
-        model : torch.nn.Module, or a list or tuple of them
-            The models. They run in the layout and the precision that the options select. Their parameters stay the
-            same objects.
-        optimizer : torch.optim.Optimizer, or a list or tuple of them, optional
-            The optimizers. Those that support fused kernels are switched to them.
-        *dataloaders : torch.utils.data.DataLoader
-            The loaders. They keep their class and their attributes.
-
-        Returns
-        -------
-        object
-            ``model`` if it is alone, ``(model, optimizer)``, ``(model, optimizer, loader)``, or with several loaders
-            ``(model, optimizer, [loader, ...])``. These are the same objects that were passed.
-
-        Raises
-        ------
-        NanoConfigError
-            If an argument has the wrong type, or an explicitly requested option cannot be applied.
-        NanoError
-            If the run has not started or has ended.
+        Arguments, results and errors are those of `nano_loop.TorchNano.setup`, except that `model` may also be a list
+        or a tuple of models.
         """
         self.apply(TrainingObjects.of(model, optimizer, dataloaders))
         if isinstance(optimizer, tuple) and not (optimizer or dataloaders):

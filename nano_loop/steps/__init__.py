@@ -12,10 +12,9 @@ from nano_loop.steps.fast_images import FastImages
 from nano_loop.steps.frozen_dtype import FrozenDtype
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
-from nano_loop.steps.kernels import KERNEL_STEPS
+from nano_loop.steps.kernel_table import KERNEL_STEPS
 from nano_loop.steps.learning_rate import LearningRate
 from nano_loop.steps.log_casts import LogCasts
-from nano_loop.steps.num_threads import NumThreads
 from nano_loop.steps.op_lists import OperatorLists
 from nano_loop.steps.optimizer_state import OptimizerState
 from nano_loop.steps.parameter_dtype import ParameterDtype
@@ -24,7 +23,7 @@ from nano_loop.steps.products import Products
 from nano_loop.steps.sharding import Sharding
 from nano_loop.steps.step import Step, StepContext
 from nano_loop.steps.step_time import StepTime
-from nano_loop.steps.threads import Threads
+from nano_loop.steps.threads import NumThreads, Threads
 from nano_loop.steps.tune_operators import TuneOperators
 from nano_loop.steps.verify import Verify
 

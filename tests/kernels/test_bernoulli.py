@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kernels.conftest import forget_libraries
+from nano_loop.kernels import bernoulli
 from nano_loop.kernels import build as compiled
-from nano_loop.kernels.dropout import bernoulli
-from nano_loop.kernels.dropout.bernoulli import KERNEL, MIN_ELEMENTS, exact, vectorized_draws
-from nano_loop.patching.operators.operators import overridden
+from nano_loop.kernels.bernoulli import KERNEL, MIN_ELEMENTS, exact, vectorized_draws
+from nano_loop.patching.operators import overridden
 
 LARGE = 100_003
 RATES = [0.1, 0.5, 0.9, 1 / 3, 5e-6, 2**-17, 2**-53, 1e-300, 1 - 2**-53, 0.0, 1.0]

@@ -22,9 +22,9 @@ from torch.nn import functional
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import Share
 from nano_loop.errors import NanoConfigError, NanoError, error_message
-from nano_loop.kernels.dropout.bernoulli import same_draws
-from nano_loop.kernels.dropout.drawing_order import drawn, in_order, taken_for_masks
-from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
+from nano_loop.kernels.bernoulli import same_draws
+from nano_loop.kernels.drawing_order import drawn, in_order, taken_for_masks
+from nano_loop.patching.operators import Kernel, gives_kernels, overridden
 from nano_loop.patching.patch_table import listening
 from nano_loop.patching.torch_private import SAMPLING, base_of
 from nano_loop.patching.user_code import users_place

@@ -22,9 +22,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.calls.entry import through_interceptor
-from nano_loop.patching.calls.entry_points import MODULE_CALL, called_by_loops, entry_points
-from nano_loop.patching.calls.exports import is_exporting, plain_models_exported
+from nano_loop.patching.calls.entry import (
+    MODULE_CALL,
+    called_by_loops,
+    entry_points,
+    is_exporting,
+    plain_models_exported,
+    through_interceptor,
+)
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.ownership import NO_RULES, NONE, Rules, call_state, forget_graphs, note_graph, rules_now
 from nano_loop.patching.patch_table import process_wide, shared_change
