@@ -52,19 +52,17 @@ class NarrowStates(defaultdict[Any, Any]):
                     self[key] = in_fp32(state)
         self.is_narrow = False
 
-    def copy(self) -> defaultdict[Any, Any]:
-        """Return a dictionary of torch's class."""
-        self.widen()
-        return defaultdict(self.default_factory, _items(self))
-
-    __copy__ = copy
-
     def __reduce__(self) -> tuple[Any, ...]:
         self.widen()
         return defaultdict, (self.default_factory,), None, None, iter(_items(self))
 
 
 _items = defaultdict.items  # of a `NarrowStates` as it is
+
+
+def _copied(states: NarrowStates) -> defaultdict[Any, Any]:
+    states.widen()
+    return defaultdict(states.default_factory, _items(states))
 
 
 def _widening(name: str) -> Callable[..., Any]:
@@ -83,6 +81,8 @@ for _name in ("__getitem__", "__iter__", "get", "items", "pop", "popitem", "setd
     setattr(NarrowStates, _name, _widening(_name))
 for _name in ("__eq__", "__ne__", "__or__", "__ror__", "__repr__"):
     setattr(NarrowStates, _name, _widening(_name))
+for _name in ("copy", "__copy__"):
+    setattr(NarrowStates, _name, _copied)
 
 
 def keep_narrow(optimizer: Optimizer) -> None:
