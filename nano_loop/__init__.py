@@ -114,4 +114,5 @@ def _imported(module: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Without the names that this module imports, so that completion lists the public ones.
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

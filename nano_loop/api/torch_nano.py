@@ -346,7 +346,7 @@ class _Training(RunTask):
         self._loop, self._args, self._kwargs = loop, args, kwargs
         self._train: Callable[..., Any] | None = train
         self.written = f"{type(loop).__name__}(", ")"
-        self.set_up = "Call self.setup(model, optimizer) in train"
+        self.setup_hint = "Call self.setup(model, optimizer) in train"
 
     @override
     def do(self, run: Run) -> Any:

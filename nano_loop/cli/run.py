@@ -32,7 +32,8 @@ def run(script: Script, as_json: bool, preload: tuple[str, ...], only_environmen
     """Run a script, and accelerate its training.
 
     It runs in the environment of `nano-loop env`. The options of nano_loop override those in the code. Write them
-    before the script; arguments after it are passed to the script.
+    before the script, and values of a switch after "=", as in --channels-last=auto. Arguments after the script are
+    passed to it.
     """
     before = before_exports(os.environ)
     made = training_environment(read_machine(), before, preload, installs=not only_environment)

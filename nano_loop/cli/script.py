@@ -19,7 +19,7 @@ import click
 
 from nano_loop.cli.at_start import search_path
 from nano_loop.config import option_checks as checks
-from nano_loop.config.declarations import CHECKS, DECLARED
+from nano_loop.config.declarations import CHECKS, DECLARED, DEFAULTS
 from nano_loop.config.environment import may_be, variable_of
 from nano_loop.config.leftovers import REMOVED, REMOVED_OTHERS
 from nano_loop.config.options import Options
@@ -33,12 +33,12 @@ _T = TypeVar("_T")
 #: The headings of the help, in order, and the options under each. The last one has all other options.
 GROUPS = {
     "Options of nano_loop, which override the code's": "precision channels_last num_processes exact memory_limit",
-    "Precision": "bf16_ops fp32_ops optimizer_state",
-    "Processes and threads": "num_threads cpu_for_each_process auto_lr distributed_backend process_group_backend "
-    "compare_parameters timeout",
+    "Precision": "bf16_ops fp32_ops optimizer_state frozen_dtype",
+    "Processes and threads": "num_threads cpu_for_each_process split_batches auto_lr distributed_backend "
+    "process_group_backend compare_parameters timeout",
     "Loaders and images": "fast_fetch fast_images image_cache exact_images",
     "Reports and checks": "verbose step_time log_casts verify",
-    "Kernels, with values as in --fast-norm=auto": "",
+    "Kernels and memory, auto by default except --use-ipex and --compile": "",
 }
 _FIRST, *_ = GROUPS
 
@@ -65,6 +65,10 @@ class NanoOption(click.Option):
         (flag,), text = self.opts, self.help or ""
         if self.name not in GROUPS[_FIRST].split():
             text = re.split(r"[.:;] ", text)[0].removesuffix(".") + "."
+        text = text.replace("`", "")  # of Markdown
+        default = {True: "on", "32": 32}.get(DEFAULTS[self.name], DEFAULTS[self.name])
+        if default not in (None, False, (), "auto"):
+            text += f" [default: {default}]"
         return (f"--[no-]{flag[2:]}" if flag in _SWITCHES else f"{flag} VALUE"), text
 
 

@@ -33,7 +33,7 @@ _ONES = {
     torch.float32: 0x3F800000,
     torch.float64: 0x3FF0000000000000,
 }
-# Byte offsets in torch's generator state: a count, a position, and 624 64-bit integers.
+# Byte offsets in torch's generator state: of the count of numbers left, of the position, and of 624 64-bit integers.
 _STATE_SIZE, _LEFT, _NEXT, _NUMBERS = 5056, 8, 16, 24
 _WORDS = 624
 _lock = threading.Lock()  # only one thread at a time may read, advance and restore a state
@@ -58,11 +58,11 @@ def vectorized_draws() -> Iterator[None]:
 
 
 def same_draws() -> AbstractContextManager[None]:
-    """Return a context in which `exact` replaces the kernel of `torch.Tensor.bernoulli_`."""
-    return overridden("bernoulli_.float", exact, "CPU")
+    """Return a context in which `replacement` replaces the kernel of `torch.Tensor.bernoulli_`."""
+    return overridden("bernoulli_.float", replacement, "CPU")
 
 
-def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor]:
+def replacement(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor]:
     """Return the replacement of the CPU kernel of ``aten::bernoulli_.float``, which makes the same draws.
 
     Draws are fast inside `vectorized_draws`, and in the order of the plain loop (see `drawing_order`).
@@ -144,9 +144,8 @@ def _supports(tensor: torch.Tensor, p: float, generator: torch.Generator | None)
 def by_torch(tensor: torch.Tensor, p: float = 0.5, generator: torch.Generator | None = None) -> torch.Tensor:
     """Draw by torch's kernel for a tensor of probabilities, which makes the same draws."""
     if not 0 <= p <= 1:
-        raise RuntimeError(
-            f"bernoulli_ expects p to be in [0, 1], but got p={p:g}"
-        )  # the message of the scalar overload
+        # The message of the overload with a number.
+        raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p:g}")
     return tensor.bernoulli_(torch.tensor(p, dtype=torch.float64, device=tensor.device), generator=generator)
 
 

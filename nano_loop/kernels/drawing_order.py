@@ -162,9 +162,9 @@ def drawn(
 
 
 @contextmanager
-def taken_for_masks(are: bool) -> Iterator[None]:
-    """Treat tensors that the body draws as masks, or as anything but masks."""
-    before, _call.is_mask = _call.is_mask, are
+def treated_as_masks(are_masks: bool) -> Iterator[None]:
+    """Treat the tensors that the body draws as masks, or not as masks, whatever `drawn` is told."""
+    before, _call.is_mask = _call.is_mask, are_masks
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.backward import backwards_watched
-from nano_loop.patching.calls.calls import newcomers_covered
+from nano_loop.patching.calls.calls import new_modules_covered
 from nano_loop.patching.calls.entry import is_exporting, through_interceptor
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.loaders import implicit_loaders_changed
@@ -41,7 +41,7 @@ from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 from nano_loop.patching.torch_private_compiler import is_compiled
 from nano_loop.patching.user_code import warn
-from nano_loop.precision.product_precision import line_searches_in_fp32
+from nano_loop.policy.product_precision import line_searches_in_fp32
 from nano_loop.runtime.ambient_training import ChangedValues, Training
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
@@ -181,7 +181,7 @@ class Ambient:
         if not self._has_begun:
             self._has_begun = True
             self._watch_loaders()
-            self._ending.enter_context(newcomers_covered())
+            self._ending.enter_context(new_modules_covered())
             self._ending.callback(register_module_module_registration_hook(_note_module).remove)
         if not self._is_watching:
             self._is_watching = True

@@ -40,9 +40,9 @@ STEPS: tuple[type[Step], ...] = (
     OptimizerState,  # before FusedOptimizer, which skips optimizers that this step handles
     FusedOptimizer,  # after the layouts are final: its kernels need state and gradients with the parameters' strides
     Precision,  # after ChannelsLast, so that each input is converted once, in fp32
-    Products,  # anywhere: it replaces kernels, not models
+    Products,  # anywhere: it replaces kernels, and does not change models
     OperatorLists,  # anywhere: it affects computations under autocast
-    GradientAveraging,  # anywhere: it hooks gradients, not models
+    GradientAveraging,  # anywhere: it hooks gradients, and does not change models
     LearningRate,  # after FusedOptimizer: it restores the learning rate before that step's hooks run
     *KERNEL_STEPS,  # before TuneOperators, which chooses their algorithms
     TuneOperators,  # after the kernels, whose default choices it replaces
@@ -58,7 +58,7 @@ STEPS: tuple[type[Step], ...] = (
 #: The steps that only affect loaders.
 LOADER_STEPS = tuple(step for step in STEPS if step.needs == "loaders")
 
-#: The steps of the witness of ranks that share batches. It computes as the plain loop does, in the run's precision.
+#: The steps of the witness, a process that computes whole batches as the plain loop does, in the run's precision.
 WITNESS_STEPS: tuple[type[Step], ...] = (ParameterDtype, FrozenDtype, Precision, OperatorLists, GradientAveraging)
 
 __all__ = [

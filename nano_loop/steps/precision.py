@@ -91,7 +91,8 @@ class Precision(Step):
                 continue
             once = self.undoing.enter_context(rounded_once(dtype)) if self._remark_on_frozen(model) else None
             interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model, once))
-            interceptor.leaves, interceptor.outward = _merges, partial(_substituted, _outward(model)(to_fp32))
+            interceptor.is_left_alone = _merges
+            interceptor.convert_output = partial(_substituted, _outward(model)(to_fp32))
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
             if once is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from nano_loop.cli.script import Script
 from nano_loop.cli.tuning import LEAST, WARMUP
 from nano_loop.cli.tuning.candidates import OF_NUMBERS, Changes, candidates
-from nano_loop.cli.tuning.result import Row, Tuning, as_text, differing
+from nano_loop.cli.tuning.result import INTERRUPTED, Row, Tuning, as_text, differing
 from nano_loop.cli.tuning.trial import TrialFailedError, Trials, say
 from nano_loop.config.options import Options
 from nano_loop.cpu import read_machine
@@ -77,7 +77,7 @@ class Search:
             self.is_interrupted = True
             self._remarks.append("Interrupted: not everything was measured, and no results were compared.")
             for row in self._rows:
-                row.note = row.note or ("" if row.seconds else "not measured: interrupted")
+                row.note = row.note or ("" if row.seconds else INTERRUPTED)
             chosen = self._chosen()
         return self._result(chosen)
 

@@ -241,13 +241,21 @@ class NanoTrainerMixin(OptionAttributes):
         devices = _devices(accelerator, num_processes, devices)
         if precision in (PRODUCTS, "auto"):
             options["precision"], precision = precision, 32
-        super().__init__(  # type: ignore[call-arg]
-            **others,
-            accelerator="cpu",
-            devices=devices,
-            precision=_PRECISIONS.get(str(precision), precision),
-            strategy=self._nano_strategy(**options),
-        )
+        lightnings = _PRECISIONS.get(str(precision), precision)
+        try:
+            super().__init__(  # type: ignore[call-arg]
+                **others,
+                accelerator="cpu",
+                devices=devices,
+                precision=lightnings,
+                strategy=self._nano_strategy(**options),
+            )
+        except ValueError as error:
+            if not str(error).startswith(f"Precision {lightnings!r} is invalid"):
+                raise
+            expected = 'it must be "auto", "bf16", "bf16-products" or another of Lightning\'s names'
+            hint = 'Pass "bf16" for speed, or omit it for fp32'
+            raise NanoConfigError(error_message(shown("precision", precision), expected, hint)) from error
 
     @property
     def report(self) -> SetupReport | None:

@@ -28,6 +28,8 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "an async generator function": (inspect.isasyncgenfunction, _AWAIT),
     "a model": (lambda value: isinstance(value, nn.Module), _BLOCK),
 }
+#: The names by which users know torch's classes.
+_NAMES = {nn.Module: "torch.nn.Module", Optimizer: "torch.optim.Optimizer", DataLoader: "torch.utils.data.DataLoader"}
 
 
 def check_loop(function: Any, name: str) -> None:
@@ -52,9 +54,9 @@ def check_kinds(*arguments: tuple[str, type, Sequence[Any]]) -> None:
     for name, kind, values in arguments:
         for value in values:
             if not isinstance(value, kind):
-                got = f"{name} is a {type(value).__module__}.{type(value).__qualname__}"
+                got = f"{name} is a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " ")
                 advice = "Pass model, optimizer, *dataloaders in this order, with several optimizers as one list"
-                problems.append(error_message(got, f"it must be a {kind.__module__}.{kind.__qualname__}", advice))
+                problems.append(error_message(got, f"it must be a {_NAMES.get(kind, kind.__qualname__)}", advice))
     if problems:
         raise NanoConfigError("\n".join(problems))
 
