@@ -98,6 +98,7 @@ class OptimizerState(Step):
         for handle in wide.hooks(optimizer):
             self.undoing.callback(handle.remove)
         if steps is not None:
+            steps.begin(optimizer)
             undoing.callback(weakly(steps.restore, optimizer))
             undoing.enter_context(steps_fused(optimizer, steps))
         self._surround_modes(optimizer, wide)

@@ -20,6 +20,7 @@ from nano_loop.patching.optimizers import called_after_steps, held_by
 from nano_loop.precision.autocast.call_under_autocast import explain
 from nano_loop.precision.autocast.conversion import Conversion
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.steps.allocator import trim
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -50,7 +51,8 @@ class ParameterDtype(Step):
         assert dtype is not None
         if self._conversion is None:
             self.undoing.callback(self.split_weights.clear)
-            self._conversion = Conversion(dtype, self.split_weights.restored if dtype is torch.bfloat16 else None)
+            to_fp32 = self.split_weights.restored if dtype is torch.bfloat16 else None
+            self._conversion = Conversion(dtype, to_fp32, trim)
             self.undoing.callback(self._conversion.restore)
             if dtype is torch.float64:
                 self.undoing.enter_context(called_after_steps(self._note))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -19,6 +19,8 @@ from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.optimizers import held_by
 from nano_loop.patching.torch_private import users_of_storage
 
+_TRIMMED = 16 << 20  # bytes that are converted before freed memory is returned
+
 
 class Conversion:
     """The tensors that were converted to a dtype, with their original state. They are weakly referenced.
@@ -29,11 +31,18 @@ class Conversion:
         The target dtype.
     to_fp32 : callable, optional
         Converts a tensor of this dtype to fp32. By default, tensors are cast.
+    trim : callable, optional
+        Returns freed memory to the kernel. It is called several times while tensors are converted back.
     """
 
-    def __init__(self, dtype: torch.dtype, to_fp32: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        to_fp32: Callable[[Tensor], Tensor] | None = None,
+        trim: Callable[[], None] | None = None,
+    ) -> None:
         self.dtype = dtype
-        self._to_fp32 = to_fp32
+        self._to_fp32, self._trim = to_fp32, trim
         self._models: Any = WeakIdKeyDictionary()
         self._optimizers: Any = WeakIdKeyDictionary()
         # The dtype of each tensor, and its memory if that is shared. Keyed by id until the model is freed, since
@@ -83,7 +92,7 @@ class Conversion:
                 _, dtype, _ = self._before.get(id(tensor), (tensor, torch.float32, None))
                 by_dtype.setdefault(dtype, {})[id(tensor)] = tensor
         for dtype, tensors in by_dtype.items():
-            cast([*tensors.values()], dtype, None if dtype is self.dtype else self._to_fp32)
+            cast([*tensors.values()], dtype, None if dtype is self.dtype else self._to_fp32, self._trim)
         for tensor, dtype, memory in self._before.values():
             if memory is not None and (tensor.dtype, tensor.shape) == (dtype, memory.shape):
                 memory.copy_(tensor.data)  # visible to the program or another process through another tensor
@@ -116,11 +125,17 @@ def _dtype_of_state(parameter: Any) -> torch.dtype:
 
 
 @torch.inference_mode(False)  # tensors created in a caller's inference mode cannot be trained later
-def cast(tensors: Sequence[Tensor], dtype: torch.dtype, convert: Callable[[Tensor], Tensor] | None = None) -> None:
+def cast(
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    convert: Callable[[Tensor], Tensor] | None = None,
+    trim: Callable[[], None] | None = None,
+) -> None:
     """Cast parameters and buffers and their gradients, in place, as ``module.to(dtype)`` does.
 
     If `convert` is not None, it converts the data first.
     """
+    converted = 0  # bytes since memory was returned
 
     def to_dtype(data: Tensor) -> Tensor:
         converted = (data if convert is None else convert(data)).to(dtype)
@@ -128,28 +143,36 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype, convert: Callable[[Tenso
             converted.untyped_storage().share_memory_()
         return converted
 
-    gradients = [tensor.grad for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    convert_data(tensors, to_dtype)
-    for place, tensor in enumerate(tensors):
-        gradient, gradients[place] = gradients[place], None  # free it after the cast
+    for tensor, data in _converted(tensors, to_dtype):
+        gradient, tensor.grad = tensor.grad, None
+        tensor.data = data
         tensor.grad = None if gradient is None else gradient.to(dtype)
+        del gradient  # before the next tensor is converted
+        converted += data.numel() * data.element_size()
+        if trim is not None and converted >= _TRIMMED:
+            trim()
+            converted = 0
 
 
 def convert_data(tensors: Sequence[Tensor], convert: Callable[[Tensor], Tensor]) -> None:
     """Convert the data of tensors in place. Tensors that share memory still share it afterwards."""
+    for tensor, data in _converted(tensors, convert):
+        tensor.data = data
+
+
+def _converted(tensors: Sequence[Tensor], convert: Callable[[Tensor], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each tensor and its new data, which the caller assigns before the next one is converted."""
     shared = Counter(map(_address, tensors))
     storages: dict[tuple[int, torch.dtype], Tensor] = {}  # converted storages by address
     for tensor in tensors:
         key = address, _ = _address(tensor), tensor.dtype
         if not address or shared[address] == 1:
-            tensor.data = convert(tensor.data)
+            yield tensor, convert(tensor.data)
             continue
         if key not in storages:
             size = tensor.untyped_storage().nbytes() // tensor.itemsize
             storages[key] = convert(tensor.data.as_strided((size,), (1,), 0))
-        tensor.data = storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        yield tensor, storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _address(tensor: Tensor) -> int:
