@@ -1,20 +1,16 @@
-"""Runs in bf16 compute large products in blocks; see also `test_training`."""
+"""Runs in bf16 compute large products in blocks; see also `tests/kernels`."""
 
 import pytest
 import torch
 from torch import nn
 
 from nano_loop import nano
-from steps.kernels.cases import BY_NAME, LINEARS, ROWS, WIDTH, use_for_all_sizes
+from steps.kernels.cases import BY_NAME, use_for_all_sizes
 
 
 @pytest.fixture(autouse=True)
 def every_size_is_worth_it(monkeypatch):
     use_for_all_sizes(monkeypatch, BY_NAME["fast_linear"])
-
-
-def built():
-    return LINEARS["linear"].built()
 
 
 @pytest.mark.parametrize(
@@ -55,8 +51,8 @@ def test_other_products_are_torchs_to_the_bit(called, call):
 def test_operators_that_are_named_keep_their_dtype(options):
     def loop(model, optimizer):
         with torch.autocast("cpu", torch.bfloat16):
-            return model(torch.ones(ROWS, WIDTH)).dtype
+            return model(torch.ones(96, 64)).dtype
 
-    model = built()
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 40, bias=False))
     run = nano(precision="bf16", fp32_ops=["linear"], verbose=False, **options)(loop)
     assert run(model, torch.optim.SGD(model.parameters(), 0.1)) is torch.float32

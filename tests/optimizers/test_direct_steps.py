@@ -1,7 +1,5 @@
 """An optimizer that is stepped directly computes bit for bit what torch's ``step()`` does, and calls the same hooks."""
 
-import copy
-import pickle
 from types import FunctionType
 
 import pytest
@@ -171,40 +169,3 @@ def test_profiler_sees_torchs_labels():
             direct.zero_grad()
     names = {each.key for each in profile.key_averages()}
     assert {"Optimizer.step#AdamW.step", "Optimizer.zero_grad#AdamW.zero_grad"} <= names
-
-
-def test_classes_are_restored_and_other_optimizers_of_a_class_are_torchs(refused):
-    direct, other = build(AdamW, {}), build(AdamW, {})
-    step(direct, other, seed=0)
-    refused(AdamW)
-    before = {kind: dict(vars(kind)) for kind in (Adam, AdamW, SGD)}
-    with stepped_directly(direct), stepped_directly(direct):
-        direct.step()
-        with by_torch():
-            other.step()
-        assert type(direct) is AdamW
-        assert set(vars(direct)) == set(vars(other))
-        pickle.loads(pickle.dumps(direct))
-        twin = copy.deepcopy(direct)
-        build(AdamW, {})  # torch checks whether the class is already wrapped
-    assert {kind: dict(vars(kind)) for kind in (Adam, AdamW, SGD)} == before
-    with by_torch():
-        twin.step()
-
-
-def test_step_that_somebody_else_has_wrapped_is_left_alone(monkeypatch):
-    calls = []
-    original = AdamW.step
-
-    def wrapped(self, *args, **kwargs):
-        calls.append(self)
-        return original(self, *args, **kwargs)
-
-    wrapped.hooked, wrapped.__wrapped__ = True, original  # as functools.wraps would set it
-    direct = build(AdamW, {})
-    monkeypatch.setattr(AdamW, "step", wrapped)
-    with stepped_directly(direct):
-        assert AdamW.step is wrapped
-        for seed in range(2):
-            step(direct, seed=seed)
-    assert len(calls) == 2
