@@ -76,29 +76,9 @@ def test_masks_behind_batch_norm_and_of_volumes_too():
     compare(Dropping(nn.Dropout(0.3), dimensions=3), torch.rand(2, 3, 8, 8, 8))
 
 
-def test_bf16_masks_are_the_same():
-    model, x = Dropping(nn.Dropout(0.3)), torch.rand(4, 3, 16, 16)
-    plain, _, behind = run(copy.deepcopy(model), x)
-    found, _, after = run(model, x, lambda: accelerated(model, channels_last=True, precision="bf16", verbose=False))
-    assert torch.equal(found == 0, plain == 0)
-    assert torch.equal(behind, after)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_masks_are_drawn_again_in_a_checkpoint(reentrant):
     compare(Dropping(lambda x: checkpoint(F.dropout, x, use_reentrant=reentrant)), torch.rand(4, 3, 16, 16))
-
-
-def test_dropout_stays_in_nhwc():
-    seen = []
-    model = Dropping(lambda x: seen.append(F.dropout(x)) or seen[-1])
-    run(model, torch.rand(2, 3, 16, 16), lambda: accelerated(model, channels_last=True, verbose=False))
-    assert seen[0].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_model_that_the_user_has_converted_draws_as_before():
-    model = Dropping(nn.Dropout(0.3)).to(memory_format=torch.channels_last)
-    compare(model, torch.rand(4, 3, 16, 16))
 
 
 class Block(nn.Module):

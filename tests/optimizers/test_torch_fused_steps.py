@@ -361,56 +361,6 @@ def test_flags_are_the_programs_in_hooks_and_closures_and_after_an_error(name, f
     assert_alike(*pair(name, train))
 
 
-# --- layouts ---
-
-
-def train(model, optimizer, steps, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.rand(2, 3, 6, 6, generator=generator)).square().mean().backward()
-        optimizer.step()
-
-
-def conv(memory_format=torch.contiguous_format):
-    torch.manual_seed(0)
-    return nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
-
-
-def resumed(name, fused):
-    """Train in NCHW, and continue from the checkpoint with channels_last; return the weights of both."""
-    kind, settings = KINDS[name]
-    model = conv()
-    optimizer = kind(model.parameters(), **settings)
-    train(model, optimizer, 3, seed=1)
-    other = conv(torch.channels_last)
-    other.load_state_dict(model.state_dict())
-    loading = kind(other.parameters(), fused=fused, **settings)
-    with accelerated(other, loading, verbose=False):
-        saved = copy.deepcopy(optimizer.state_dict())  # torch shares the loaded state
-        saved["param_groups"] = loading.state_dict()["param_groups"]
-        loading.load_state_dict(saved)
-        train(other, loading, 3, seed=2)
-    train(model, optimizer, 3, seed=2)
-    return other.weight, model.weight
-
-
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "SGD"])
-@pytest.mark.parametrize("fused", [None, True])
-def test_checkpoint_of_another_layout_is_resumed_right(name, fused):
-    torch.testing.assert_close(*resumed(name, fused), rtol=1e-4, atol=1e-6)
-
-
-@OF_EACH_KIND
-def test_channels_last_weights_are_stepped_by_the_kernel(name):
-    kind, settings = KINDS[name]
-    model = conv(torch.channels_last)
-    optimizer = kind(model.parameters(), **settings)
-    with accelerated(model, optimizer, verbose=False), FusedCalls() as calls:
-        train(model, optimizer, 3, seed=1)
-    assert len(calls.names) == 3
-
-
 # --- left to torch ---
 
 

@@ -3,10 +3,8 @@
 import re
 import sys
 from collections import namedtuple
-from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,7 +25,6 @@ from torch.utils.data import (
     default_collate,
     random_split,
 )
-from torch.utils.data._utils import collate as collate_of_torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from nano_loop.data.collate import collate
@@ -125,47 +122,6 @@ def test_batches_order_and_random_draws_are_the_default_loaders(step, dataset, m
         assert_same(epochs(loader), expected)
 
 
-NO_ROWS = [
-    True,
-    np.bool_(True),
-    1.5,
-    torch.tensor([1]),
-    torch.tensor(True),
-    torch.tensor(1.0),
-    slice(0, 2),
-    None,
-    2**70,
-    23,
-]
-
-
-def outcome(loader):
-    """Return the first batch, or the kind of error."""
-    try:
-        return next(iter(loader))
-    except Exception as error:  # any error of the sampler's index, in torch and in numpy
-        return str(type(error))
-
-
-@pytest.mark.parametrize("index", NO_ROWS, ids=repr)
-@pytest.mark.parametrize(
-    "values", [torch.rand(23, 4), np.random.default_rng(0).random((23, 4))], ids=["torch", "numpy"]
-)
-def test_index_that_is_no_row_selects_what_it_selects_by_default_or_raises_its_error(step, values, index):
-    class Indexed:
-        def __init__(self):
-            self.values = values
-
-        def __getitem__(self, index):
-            return (self.values[index],)
-
-    datasets = [Indexed(), *([TensorDataset(values)] if isinstance(values, torch.Tensor) else [])]
-    for data in datasets:
-        loaders = [DataLoader(data, 2, sampler=[index, index]) for _ in range(2)]
-        step(FastFetch).apply(TrainingObjects(loaders=loaders[:1]))
-        assert_equal(*map(outcome, loaders))
-
-
 class OfSkorch(Dataset):
     """Like skorch's `Dataset`: it indexes arrays or dicts of arrays, and returns zeros without targets."""
 
@@ -235,13 +191,6 @@ def test_batches_of_tensors_arrays_and_containers_are_the_default_loaders(step, 
     assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == WHOLE
     with nullcontext() if type(data) in (np.ndarray, torch.Tensor) else only_whole_batches(type(data)):
         assert_same(epochs(loader), expected)
-
-
-def test_datasets_that_do_not_fit_together_have_the_default_loaders_error(fast):
-    data = ConcatDataset([torch.zeros(3, 2), torch.zeros(3, 4)])
-    loader = fast(DataLoader(data, 6))
-    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
-        next(iter(loader))
 
 
 def test_report_says_how_other_loaders_fetch(step, dataset):
@@ -345,60 +294,8 @@ def test_samples_of_other_datasets_are_collated_as_by_torch_or_have_its_errors(s
             assert_same(epochs(loader), expected)
 
 
-def doubled(values, *, collate_fn_map):
-    return [default_collate([*each]) * 2 for each in zip(*values, strict=True)]
-
-
-REGISTERED = {
-    "Tensor": (torch.Tensor, lambda values, *, collate_fn_map: torch.stack([*values]) * 2),
-    "ndarray": (np.ndarray, lambda values, *, collate_fn_map: torch.zeros(len(values))),
-    "tuple": (tuple, doubled),
-    "a base class of tuple": (Sequence, doubled),
-    "a class of the program's": (Mock, lambda values, *, collate_fn_map: None),
-}
-
-
-IN_ARRAYS = OfSamples(lambda i: ROWS[i])
-
-
-@pytest.mark.parametrize("when", ["before the set-up", "before the first epoch", "before the second", "in the second"])
-@pytest.mark.parametrize("kind", REGISTERED)
-def test_function_that_the_program_registers_at_any_time_collates(step, monkeypatch, kind, when):
-    data = IN_ARRAYS if kind == "ndarray" else TensorDataset(torch.rand(8, 3), torch.arange(8))
-
-    def batches(setup):
-        with monkeypatch.context() as patch:
-            made, loader, iterator = [], DataLoader(data, 4), None
-            for moment in ("before the set-up", "before the first epoch", "before the second", "in the second"):
-                if moment == when:
-                    patch.setitem(default_collate_fn_map, *REGISTERED[kind])
-                if moment == "before the set-up":
-                    setup(loader)
-                elif moment == "in the second":
-                    made += iterator
-                else:
-                    iterator = iter(loader)
-                    made += iterator if moment == "before the first epoch" else [next(iterator)]
-        return made
-
-    expected = batches(lambda loader: None)
-    found = batches(lambda loader: step(FastFetch).apply(TrainingObjects(loaders=[loader])))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["default_collate", "collate"])
-def test_function_in_the_place_of_torchs_collate_is_called(step, monkeypatch, dataset, name):
-    loaders = [DataLoader(dataset, 4)]
-    step(FastFetch).apply(TrainingObjects(loaders=loaders))
-    monkeypatch.setattr(collate_of_torch, name, lambda samples, **_: "the program's")
-    loaders.append(DataLoader(dataset, 4))
-    step(FastFetch).apply(TrainingObjects(loaders=loaders))
-    found = [next(iter(loader)) == "the program's" for loader in loaders]
-    assert found == [name == "collate", True]
-
-
 def test_report_says_that_samples_are_collated_by_the_program(step, monkeypatch, dataset):
-    monkeypatch.setitem(default_collate_fn_map, tuple, doubled)
+    monkeypatch.setitem(default_collate_fn_map, tuple, lambda values, *, collate_fn_map: [*values])
     words = step(FastFetch).apply(TrainingObjects(loaders=[DataLoader(dataset, 4)]))
     assert "the program has registered a function with torch's collate" in words
 
@@ -649,12 +546,6 @@ def test_samples_of_other_classes_are_fetched_by_them(dataset, make):
     assert changes == {"collate_fn": collate}
 
 
-def test_tensors_replaced_in_the_dataset_are_seen(fast, dataset):
-    loader = fast(DataLoader(dataset, batch_size=4))
-    dataset.tensors = (torch.zeros(23, 1),)
-    assert torch.equal(next(iter(loader))[0], torch.zeros(4, 1))
-
-
 def test_writing_into_a_batch_reaches_neither_the_dataset_nor_other_rows(fast):
     arrays, tensors = [np.ones(2), np.ones(2)], TensorDataset(torch.ones(2, 2))
     for data in (arrays, tensors):
@@ -664,16 +555,3 @@ def test_writing_into_a_batch_reaches_neither_the_dataset_nor_other_rows(fast):
     row, (_, again, same) = next(iter(fast(DataLoader(Assigned(torch.ones(4, 2), torch.ones(4)), 4))))
     row.zero_()
     assert again.sum() == same.sum() == 8
-
-
-class Halves(torch.Tensor):
-    def __getitem__(self, index):
-        return self.as_subclass(torch.Tensor)[index] / 2
-
-
-@pytest.mark.parametrize("wrap", [lambda rows: rows, TensorDataset])
-def test_rows_of_a_tensor_subclass_are_its_own(fast, wrap):
-    def loader():
-        return DataLoader(wrap(torch.arange(8.0).as_subclass(Halves)), 4)
-
-    assert str([*fast(loader())]) == str([*loader()])

@@ -194,29 +194,6 @@ def test_numbers_that_are_not_finite_reach_the_results_in_fp16_as_in_fp32(every_
     assert (ours - plain)[finite].norm() < 1e-3 * plain[finite].norm()
 
 
-@on_any_cpu
-def test_a_scaler_of_the_user_s_and_the_scale_of_an_older_checkpoint_change_nothing_in_fp16(every_product, rounded):
-    def train(model, x, scaler, entries):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        state = optimizer.state_dict()
-        state["param_groups"][0].update(entries)
-        optimizer.load_state_dict(state)
-        for _ in range(3):
-            optimizer.zero_grad()
-            scaler.scale(model(x).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return [each.detach().clone() for each in model.parameters()]
-
-    results = []
-    for is_scaled, entries in ((False, {}), (True, {"loss_scale": 512.0, "loss_scale_good": 7})):
-        scaler = torch.amp.GradScaler("cpu", enabled=is_scaled, init_scale=2.0**10)
-        run = nano(precision=16, verbose=False, fused_optimizer=False)(train)
-        results.append(run(*built("perceptron"), scaler, entries))
-    assert rounded["product"] == 2 * 3 * 5
-    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
-
-
 @here
 def test_outside_of_the_models_and_after_the_run_products_are_torchs_to_the_bit(every_product, rounded):
     a, b = torch.randn(64, 64), torch.randn(64, 64)
@@ -374,32 +351,6 @@ def test_small_products_and_models_are_fp32(rounded):
     _, report = accelerated(model, torch.randn(128 * threads, 64))
     assert report["precision"].status == "applied"
     assert rounded == {"product": 3}
-
-
-@here
-def test_odd_calls_are_torchs(every_product, rounded):
-    """Calls that torch refuses raise, overlapping memory is copied, and torch computes all but plain matrices."""
-    a, b = (torch.randn(64, 64) for _ in range(2))
-    calls = [
-        lambda: torch.mm(a[:, ::2], b[::2]),
-        lambda: torch.mm(a.expand(64, 64)[:1].expand(64, 64), b),
-        lambda: torch.mm(a.double(), b.double()),
-        lambda: (lambda out: torch.addmm(out, a, b, out=out))(a.clone()),
-        lambda: torch.mm(torch.zeros(0, 64), b),
-        lambda: torch.mm(a.to_sparse(), b),
-        lambda: torch.mm(torch.complex(a, b).conj(), torch.complex(a, b)),
-    ]
-
-    class Calling(nn.Linear):
-        def forward(self, x):
-            results = [call() for call in calls]
-            for wrong in (lambda: torch.mm(a, b[:3]), lambda: torch.bmm(a, b), lambda: torch.mm(a, b.double())):
-                with pytest.raises(RuntimeError):
-                    wrong()
-            return results
-
-    results, _ = accelerated(Calling(64, 64), None, lambda model, _: model(None))
-    assert all(torch.allclose(one.to_dense(), call().to_dense()) for one, call in zip(results, calls, strict=True))
 
 
 @pytest.mark.parametrize(
