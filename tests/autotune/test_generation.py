@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotune.time_for import ALWAYS, TimeFor
+from autotune.time_for import ALWAYS
 from nano_loop.autotune import generation as module
 from nano_loop.autotune.choices import Choice, Choices
 from nano_loop.autotune.generation import Generation
@@ -71,23 +71,3 @@ def test_recomputation_with_gradients_is_not_measured_and_a_gradient_is(tuner, m
     assert ask(generation, leaves=1) == TORCH
     assert ask(generation) == OTHER
     assert len(tuner.asked) == 1
-
-
-def test_nothing_is_measured_in_inference_mode(tuner):
-    with torch.inference_mode():
-        assert ask(Generation(tuner)) == TORCH
-    assert tuner.asked == []
-
-
-def test_many_kinds_are_forgotten_together(tuner, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_KINDS", 3)
-    generation = Generation(tuner)
-    for rows in (1, 2, 3, 1, 4, 1):
-        ask(generation, rows)
-    assert len(tuner.asked) == 5
-
-
-def test_one_algorithm_is_taken_without_a_question():
-    budget = TimeFor(float("inf"))
-    assert ask(Generation(Tuner(Choices(None), budget)), names=(TORCH,)) == TORCH
-    assert not budget.asked

@@ -55,24 +55,6 @@ def test_bias_meets_a_gradient_that_is_a_slice_of_another(in_force):
     assert in_force[0] == (True, True, False)
 
 
-LEFT_TO_TORCH = {
-    "bf16": (torch.bfloat16, {}, {"padding": 1}),
-    "fp32": (torch.float32, {}, {"padding": 1}),
-    "fp64": (torch.float64, {}, {"padding": 1}),
-    "groups": (torch.bfloat16, {"groups": 2}, {"padding": 1, "groups": 2}),
-}
-
-
-@pytest.mark.parametrize("case", LEFT_TO_TORCH)
-def test_other_convolutions_are_torchs_to_the_bit(case):
-    dtype, shapes, kwargs = LEFT_TO_TORCH[case]
-    torchs = gradients(F.conv2d, inputs(**shapes), dtype, **kwargs)
-    with standing_in() as left:
-        ours = gradients(F.conv2d, inputs(**shapes), dtype, **kwargs)
-    assert left == [(True, True, True)]
-    assert all(itertools.starmap(torch.equal, zip(ours, torchs, strict=True)))
-
-
 def test_gradients_of_few_elements_are_torchs(in_force, monkeypatch):
     function, tensors, geometry, left = call_of(**OF_GROUPS.cases["depthwise, 5x5, stride"])
     for elements in (3 * 8 * 5 * 4, 3 * 8 * 5 * 4 + 1):

@@ -36,12 +36,6 @@ def is_plain():
     return drawn().max() <= 1
 
 
-def test_function_stands_in_until_the_context_is_left():
-    with overridden("bernoulli_.float", plainly(sevens), "CPU"):
-        assert drawn().tolist() == [7, 7, 7]
-    assert is_plain()
-
-
 @gets_kernels
 def test_it_stays_until_the_last_user_has_left_and_torchs_kernel_is_taken_once():
     """Of two runs in two threads, the first may end first."""
