@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.compared import attention as compared
 from kernels.compared.attention import attention, inputs, results
@@ -158,16 +157,6 @@ def test_it_reaches_multi_head_attention_and_encoder_layers(in_force):
         (out[0] if isinstance(out, tuple) else out).float().sum().backward()
         assert in_force.pop()
         assert not in_force
-
-
-def test_second_derivatives_work_where_the_user_asks_for_torchs_plain_kernel(in_force):
-    tensors = inputs()
-    with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
-        out = F.scaled_dot_product_attention(*tensors)
-    (gradient,) = torch.autograd.grad(out.float().sum(), tensors[0], create_graph=True)
-    gradient.float().square().sum().backward()
-    assert tensors[1].grad.isfinite().all()
-    assert in_force == [False]
 
 
 def test_fp32_calls_are_torchs(in_force):

@@ -102,15 +102,6 @@ def test_every_way_in_passes_the_layer_once_and_what_computes_nothing_is_none(ne
     assert log == ["layer"] * times
 
 
-def test_reading_a_parametrized_weight_is_no_call(count, log):
-    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)))
-    count(model)
-    assert model[0].weight.shape == (3, 3)
-    assert log == []
-    model(X)
-    assert log == ["layer"]
-
-
 def test_layers_are_nested_in_the_order_of_their_names_of_which_each_has_one(net, count, log):
     count(net, "outer", "outer")
     count(net, "first", "inner")
