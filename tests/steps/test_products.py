@@ -241,17 +241,6 @@ def test_step_that_requires_a_closure_computes_in_fp32_and_what_follows_rounds(e
     assert rounded == {"product": 6}
 
 
-@here
-@pytest.mark.parametrize("kinds", [[torch.optim.LBFGS], [torch.optim.SGD, torch.optim.LBFGS]])
-def test_line_searches_of_a_program_without_a_line_are_in_fp32(every_product, rounded, kinds):
-    model, x = built("perceptron")
-    with nano_loop.accelerated(precision="auto", verbose=False, tune_operators=False) as run:
-        for kind in kinds:
-            by_closure(kind, model, x)
-            assert rounded.pop("product", 0) == (5 if kind is torch.optim.SGD else 0)  # SGD works without a closure
-    assert "precision" in run.report.applied
-
-
 class Careful(nn.Module):
     """Computes some of its products in fp32, with their backward."""
 
