@@ -108,12 +108,3 @@ def batches_after_the_call(model, optimizer, loader):
 @pytest.mark.parametrize(("model", "loop"), [(ConvNet, views_in_the_loop), (InPlace, batches_after_the_call)])
 def test_loop_that_counts_on_the_usual_layout(model, loop):
     against_plain(model, loop)
-
-
-def test_a_compiled_model_that_counts_on_the_usual_layout():
-    """torch.compile has its own `view`, and reports the error, as with channels_last written by hand."""
-    config = replace(LOOSE, options={"channels_last": True, "compile": {"backend": "eager"}})
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="Cannot view a tensor"):
-        against_plain(Flattening, plainest, config)
-    torch._dynamo.reset()
