@@ -1,4 +1,4 @@
-"""Fused steps equal torch's loop up to rounding, and the program sees its own flags, versions and memory."""
+"""Fused steps equal torch's loop up to rounding; the program sees its own hooks, flags, versions and memory."""
 
 import contextlib
 import copy
@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from watched import FusedCalls
 
 from nano_loop import accelerated
+from nano_loop.optimizers.direct_steps import stepped_directly
 from nano_loop.patching.patch_table import left_by_runs
 
 KINDS = {
@@ -212,6 +214,95 @@ def test_steps_are_fused_and_again_once_the_tensors_lie_alike(name, step):
             assert bool(calls.names) == (number != 2)
             assert set(calls.names) <= {kernel[KINDS[name][0]]}
             calls.names.clear()
+
+
+OTHER_SETTINGS = [
+    *(("SGD with momentum", {"dampening": 0.3}), ("SGD with momentum", {"nesterov": True, "maximize": True})),
+    *(("Adam", {"weight_decay": 0.1}), ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1})),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in KINDS), *OTHER_SETTINGS], ids=str)
+def test_bits_are_those_of_torchs_fused_kernels_with_missing_gradients_and_changing_rates(name, settings):
+    def train(loop):
+        parameters = [*loop.model.parameters()]
+        for number, missing in enumerate(([], [], [1], [2, 3], [0, 1, 2, 3], [])):
+            loop.backward()
+            for place in missing:
+                parameters[place].grad = None
+            loop.optimizer.param_groups[0]["lr"] = 0.01 * (number + 1)
+            loop.optimizer.step()
+
+    plain, ours = pair(name, train, fused=True, **settings)
+    assert all(map(torch.equal, ours[0], plain[0]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "name", "becomes_0"),
+    [
+        (Adam, {}, "exp_avg", True),
+        (Adam, {"eps": 1e-20}, "exp_avg", False),  # it may matter compared with this epsilon
+        (Adagrad, {}, "sum", True),
+        (SGD, {"momentum": 0.9}, "momentum_buffer", True),
+    ],
+)
+def test_moments_that_are_denormal_become_0(kind, settings, name, becomes_0):
+    parameters = [torch.randn(size, requires_grad=True) for size in (3, 1 << 18)]
+    optimizer = kind(parameters, lr=1e-3, fused=True, **settings)
+    with stepped_directly(optimizer):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        for parameter in parameters:
+            parameter.grad.zero_()
+            optimizer.state[parameter][name].fill_(1e-39)
+        optimizer.step()
+    for parameter in parameters:
+        moments = optimizer.state[parameter][name]
+        assert moments.count_nonzero() == (0 if becomes_0 else moments.numel())
+    assert torch.full((1 << 18,), 1e-39).mul(0.5).all()  # as before
+
+
+# --- hooks ---
+
+
+@OF_EACH_KIND
+def test_hooks_run_in_torchs_order_and_may_change_the_arguments(name):
+    def train(loop):
+        optimizer, seen = loop.optimizer, []
+        handles = [
+            register_optimizer_step_pre_hook(lambda *given: seen.append(("all", len(given)))),
+            register_optimizer_step_post_hook(lambda *given: seen.append(("all, after", len(given[1:])))),
+            optimizer.register_step_pre_hook(lambda *given: seen.append(("one", len(given[1]), given[2]))),
+            optimizer.register_step_post_hook(lambda *given: seen.append(("one, after", len(given[1]), given[2]))),
+        ]
+        try:
+            for _ in range(2):
+                loop.backward()
+                optimizer.step()
+            handles.append(optimizer.register_step_pre_hook(lambda self, args, kwargs: ((self, lambda: 7), kwargs)))
+            seen.append(optimizer.step())
+            handles.append(optimizer.register_step_pre_hook(lambda *given: "nonsense"))
+            with pytest.raises(RuntimeError, match=r"None or a tuple|None, or the new arguments"):
+                optimizer.step()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    plain, ours = pair(name, train, fused=True)
+    assert 7 in plain[2]
+    assert_alike(plain, ours)
+
+
+def test_profiler_sees_torchs_labels():
+    loop = Loop("AdamW", fused=True)
+    with accelerated(loop.model, loop.optimizer, verbose=False):
+        directly(loop)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            directly(loop)
+    names = {each.key for each in profile.key_averages()}
+    assert {"Optimizer.step#AdamW.step", "Optimizer.zero_grad#AdamW.zero_grad"} <= names
 
 
 # --- versions ---
