@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.compared.convolution_gradients import OF_GROUPS, call_of, gradients, inputs, standing_in
-from kernels.compared.convolutions import NHWC, depthwise_case
-from nano_loop.kernels.convolution import convolution as module
-from nano_loop.kernels.convolution import depthwise, gradient_plans, weight_gradient
+from kernels.compared.convolutions import NHWC, arguments, by_torch, depthwise_case
+from nano_loop.kernels.convolution import convolution, depthwise, gradient_plans, weight_gradient
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch does not hand out its kernels")
 
@@ -92,29 +91,8 @@ def test_compiled_callers_compute_the_same(in_force):
 # --- plans ---
 
 
-def backward_arguments(
-    images=4, channels=8, outputs=8, groups=1, transposed=False, mask=(True, True, True), size=9, layout=NHWC
-):
-    generator = torch.Generator().manual_seed(0)
-    shape = (channels, outputs // groups) if transposed else (outputs, channels // groups)
-
-    def some(*shape):
-        return torch.randn(shape, generator=generator).bfloat16().contiguous(memory_format=layout)
-
-    inputs, weight = some(images, channels, 9, 9), some(*shape, 3, 3)
-    function = F.conv_transpose2d if transposed else F.conv2d
-    out = function(inputs, weight, padding=1, groups=groups)
-    geometry = ([outputs], [1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
-    return gradient_plans.Arguments(some(*out.shape), inputs, weight, *geometry, mask)
-
-
-def by_kernel(*given):
-    """Call torch's kernel."""
-    return torch.ops.aten.convolution_backward(*given)
-
-
-def by_plan(given, plan):
-    return module._by_plan(module._supports(by_kernel, *given), plan)
+def planned(**case):
+    return arguments(**{"channels": 8, "outputs": 8, "mask": (True, True, True), **case})
 
 
 PLANNED = {
@@ -133,11 +111,11 @@ PLANNED = {
 
 @pytest.mark.parametrize("case", PLANNED)
 def test_every_plan_gives_torch_s_gradients(case):
-    given = backward_arguments(**PLANNED[case])
-    theirs = by_kernel(*given)
+    given = planned(**PLANNED[case])
+    call, theirs = convolution._supports(by_torch, *given), by_torch(*given)
     assert gradient_plans.Plan() in gradient_plans.plans(given)
     for plan in {*gradient_plans.plans(given), gradient_plans.first_guess(given)}:
-        for ours, torchs, asked in zip(by_plan(given, plan), theirs, given.output_mask, strict=True):
+        for ours, torchs, asked in zip(convolution._by_plan(call, plan), theirs, given.output_mask, strict=True):
             assert (ours is None) == (not asked)
             if asked:
                 assert ours.dtype is torch.bfloat16
@@ -146,7 +124,7 @@ def test_every_plan_gives_torch_s_gradients(case):
 
 def test_blocks_are_for_nhwc_and_fp32_for_groups_and_few_channels():
     def weights(**case):
-        return {plan.weight for plan in gradient_plans.plans(backward_arguments(**case))}
+        return {plan.weight for plan in gradient_plans.plans(planned(**case))}
 
     blocks = {"blocks"} if weight_gradient.KERNEL.unavailable is None else set()
     assert weights() == {"torch"} | blocks

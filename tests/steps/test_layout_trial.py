@@ -11,7 +11,6 @@ from torch.nn.modules.module import register_module_forward_hook
 import nano_loop
 from nano_loop import nano
 from nano_loop.steps import layout_trial
-from nano_loop.steps.channels_last import ChannelsLast
 from nano_loop.steps.layout_trial import LayoutTrial
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no bf16 instructions")
@@ -183,16 +182,6 @@ def test_guess_stays_without_a_backward():
                 model(x)
 
     assert "no step has followed a backward" in run(parts(), evaluate)[1].detail
-
-
-def test_deterministic_algorithms_and_compiled_models_are_not_timed(step):
-    for options, setting in (({"compile": True}, False), ({}, True)):
-        torch.use_deterministic_algorithms(setting)
-        try:
-            trial = LayoutTrial(Images(), step(ChannelsLast, channels_last="auto", **options).options, None)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert trial.recorded is None
 
 
 @pytest.mark.parametrize("after", [0, 2])
