@@ -31,8 +31,8 @@ IN_FP32 = [step for step in KERNEL_STEPS if step.row.in_fp32 is not None]
 #: Each step that uses a single kernel.
 ALONE = [Config(step.name, VALUES | {step.name: True}, tolerance=FUSED.tolerance, subclass=True) for step in IN_FP32]
 #: A row compares 400 tensors, of which one is always an outlier.
-IN_BF16, IN_PRODUCTS = (replace(config, spreads=2.0) for config in (SHIPPED_NHWC, PRODUCTS))
-TOGETHER = (EXACT, IN_PRODUCTS, NHWC_FUSED)
+IN_BF16 = replace(SHIPPED_NHWC, spreads=2.0)
+TOGETHER = (EXACT, PRODUCTS, NHWC_FUSED)
 #: Parts of a call, tested with each kernel alone. In bf16, several loops have to be compared.
 OF_CALLS = [name for name, row in ROWS.items() if row.change.__module__ in (calls.__name__, layers.__name__)]
 
