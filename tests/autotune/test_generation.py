@@ -71,3 +71,17 @@ def test_recomputation_with_gradients_is_not_measured_and_a_gradient_is(tuner, m
     assert ask(generation, leaves=1) == TORCH
     assert ask(generation) == OTHER
     assert len(tuner.asked) == 1
+
+
+def test_nothing_is_measured_in_inference_mode(tuner):
+    with torch.inference_mode():
+        assert ask(Generation(tuner)) == TORCH
+    assert tuner.asked == []
+
+
+def test_many_kinds_are_forgotten_together(tuner, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_KINDS", 3)
+    generation = Generation(tuner)
+    for rows in (1, 2, 3, 1, 4, 1):
+        ask(generation, rows)
+    assert len(tuner.asked) == 5

@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import tempfile
 from contextlib import contextmanager
 
 import numpy
@@ -209,6 +210,20 @@ def loading(model, optimizer, words, number):
         optimizer.load_state_dict(loading.saved[1])
 
 
+def writing_into_a_mapped_checkpoint(model, optimizer, words, number, folder=[]):  # noqa: B006
+    plainly(model, optimizer, words, number)
+    if number == 2:
+        folder[:] = [tempfile.TemporaryDirectory()]
+        torch.save(optimizer.state_dict(), f"{folder[0].name}/state.pt")
+        optimizer.load_state_dict(torch.load(f"{folder[0].name}/state.pt", mmap=True))
+    if number == 4:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    value.data[13] = 0.5
+        folder.pop().cleanup()
+
+
 def adding_a_group(model, optimizer, words, number):
     if number == 0:
         first, *_ = optimizer.param_groups[0]["params"]
@@ -241,7 +256,7 @@ def in_two_losses(model, optimizer, words, number):
 
 LOOPS = (
     *(plainly, accumulating, clipping, keeping, skipping_steps, twice_backward, with_hooks, penalizing),
-    *(by_hand_between, restoring_the_state_by_hand, loading),
+    *(by_hand_between, restoring_the_state_by_hand, loading, writing_into_a_mapped_checkpoint),
     *(states_in_one_memory, adding_a_group, in_two_losses),
 )
 

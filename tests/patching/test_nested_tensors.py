@@ -157,6 +157,26 @@ def test_an_object_at_several_places_stays_one_and_may_hold_itself():
     assert value["again"][1] is value["items"] is items[1] is items
 
 
+def test_what_a_call_writes_into_containers_stays():
+    batch, items = {"image": ONE, "gone": ONE}, [ONE, ONE]
+    substitution = Substitution(double)
+    substitution((batch, {"nested": items}))
+    batch["new"], items[1] = "written", "over"
+    del batch["gone"]
+    substitution.restore()
+    assert batch == {"image": ONE, "new": "written"}
+    assert items[0] is ONE
+    assert items[1] == "over"
+
+
+def test_substitutes_that_are_views_are_written_through_once():
+    original = torch.ones(2, 3)
+    substitution = Substitution(torch.t)
+    substitution(original).mul_(2)
+    substitution.restore()
+    assert original.eq(2).all()
+
+
 def test_writes_under_inference_mode_reach_the_original_too():
     with torch.inference_mode():
         original = torch.ones(2)

@@ -90,6 +90,26 @@ def test_another_threads_graphs_with_the_same_numbers_do_not_belong(interceptors
     assert other.notes == [False] * 40
 
 
+def test_graph_does_not_belong_once_no_model_is_set_up():
+    interceptors, model = CallInterceptors(), Model()
+    interceptors.for_model(model)
+    out = model(ones())
+    interceptors.close()
+    out.sum().backward()
+    assert model.notes == [True, False]
+
+
+def test_calls_long_ago_are_forgotten_and_those_since_are_not(interceptors, monkeypatch):
+    monkeypatch.setattr(ownership, "_MOST_CALLS", 4)
+    model = Model()
+    interceptors.for_model(model)
+    outputs = [model(ones()) * 2 for _ in range(6)]
+    model.notes.clear()
+    outputs[-1].sum().backward()
+    outputs[0].sum().backward()
+    assert model.notes == [True, False]
+
+
 def test_the_first_node_behind_a_call_is_not_of_the_call():
     try:
         rules = Rules(takes_kernels=True)

@@ -25,6 +25,7 @@ from torch.utils.data import (
     default_collate,
     random_split,
 )
+from torch.utils.data._utils import collate as collate_of_torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from nano_loop.data.collate import collate
@@ -292,6 +293,17 @@ def test_samples_of_other_datasets_are_collated_as_by_torch_or_have_its_errors(s
                 epochs(loader)
         else:
             assert_same(epochs(loader), expected)
+
+
+@pytest.mark.parametrize("name", ["default_collate", "collate"])
+def test_function_in_the_place_of_torchs_collate_is_called(step, monkeypatch, dataset, name):
+    loaders = [DataLoader(dataset, 4)]
+    step(FastFetch).apply(TrainingObjects(loaders=loaders))
+    monkeypatch.setattr(collate_of_torch, name, lambda samples, **_: "the program's")
+    loaders.append(DataLoader(dataset, 4))
+    step(FastFetch).apply(TrainingObjects(loaders=loaders))
+    found = [next(iter(loader)) == "the program's" for loader in loaders]
+    assert found == [name == "collate", True]
 
 
 def test_report_says_that_samples_are_collated_by_the_program(step, monkeypatch, dataset):
