@@ -26,17 +26,6 @@ def in_force():
         yield left
 
 
-def test_weights_gradients_of_depthwise_convolutions_in_fp32_are_as_exact_as_torchs(monkeypatch):
-    monkeypatch.setattr(depthwise, "MIN_ELEMENTS", 1)
-    tensors, geometry = inputs(channels=24, outputs=24, groups=24), {"groups": 24, "padding": 1}
-    exact = gradients(F.conv2d, tensors, torch.float64, **geometry)
-    with standing_in() as left:
-        ours = gradients(F.conv2d, tensors, torch.float32, **geometry)
-    assert left == [(True, False, False)]
-    for mine, reference in zip(ours, exact, strict=True):
-        torch.testing.assert_close(mine.double(), reference, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(("groups", "fewest"), [(12, 1), (24, 1 << 20)])
 def test_other_groups_than_channels_and_few_elements_have_no_depthwise_function(monkeypatch, groups, fewest):
     assert depthwise.KERNEL.unavailable is None
