@@ -16,10 +16,6 @@ from nano_loop.patching.operators.operators import (
 gets_kernels = pytest.mark.skipif(not gives_kernels(), reason="torch does not hand out its kernels")
 
 
-def sevens(tensor, p=0.5, *, generator=None):
-    return tensor.fill_(7)
-
-
 def plus_ten(original):
     return lambda keys, tensor, *args, **kwargs: original(keys, tensor, *args, **kwargs).add_(10)
 
