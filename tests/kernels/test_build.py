@@ -254,3 +254,27 @@ def test_runtime_that_torch_does_not_share_is_found(beside):
         print(before[0], before[1] == runtimes(), reason, region)
     """
     assert printed(program) == ["False", "True", "None", "2"]
+
+
+def test_runtime_is_the_one_that_the_library_calls(tmp_path):
+    """Under a name with a hash, next to others, as in ``torch.libs``."""
+    for folder, source, others in (
+        ("other.libs/libgomp-1.so.1", "int omp_get_max_threads(void) { return 1; }", []),
+        ("torch.libs/libgomp-24fd393f.so.1", "int omp_get_max_threads(void) { return 24; }", []),
+        ("torch/_C.so", "int omp_get_max_threads(void); int of_torch(void) { return omp_get_max_threads(); }", [1]),
+        ("kernel.so", "int omp_get_max_threads(void); int of_kernel(void) { return omp_get_max_threads(); }", []),
+    ):
+        library = tmp_path / folder
+        library.parent.mkdir(exist_ok=True)
+        needed = [str(tmp_path / "torch.libs/libgomp-24fd393f.so.1")] * len(others)
+        command = [*compiler.compiler_command(), "-shared", "-fPIC", "-xc", "-", "-xnone", *needed, "-o", str(library)]
+        subprocess.run(command, input=source, text=True, check=True)
+    program = """
+        import ctypes, runpy, sys
+        compiler, *libraries = sys.argv[1:]
+        other, torch = map(ctypes.CDLL, libraries[:2])
+        runpy.run_path(compiler)["share_openmp"](libraries[1])
+        print(torch.of_torch(), ctypes.CDLL(libraries[2]).of_kernel())
+    """
+    libraries = [str(tmp_path / name) for name in ("other.libs/libgomp-1.so.1", "torch/_C.so", "kernel.so")]
+    assert printed(program, compiler.__file__, *libraries) == ["24", "24"]

@@ -1,8 +1,10 @@
 """C files compile, libraries are named after their inputs, and errors of the compiler are quoted."""
 
 import ctypes
+import math
 import platform
 import shutil
+import subprocess
 
 import pytest
 
@@ -62,6 +64,22 @@ def test_no_file_compiles_where_directives_are_ignored(source, monkeypatch, tmp_
 
 
 # --- levels ---
+
+
+def test_logarithm_has_the_error_of_a_double(tmp_path):
+    source, library = tmp_path / "log.c", tmp_path / "log.so"
+    source.write_text('#include "logarithm.h"\ndouble compute(double x) { return logarithm(x); }\n')
+    command = [*compiler.compiler_command(), "-O3", "-shared", "-fPIC", f"-I{compiler.SOURCES}"]
+    subprocess.run([*command, "-o", library, source], check=True)
+    compute = ctypes.CDLL(str(library)).compute
+    compute.restype, compute.argtypes = ctypes.c_double, [ctypes.c_double]
+    numbers = [1 + 1.37**n * 2**-52 for n in range(1, 2250)]
+    assert max(numbers) > 1e290
+    assert all(math.isclose(compute(x), math.log(x), rel_tol=1e-15) for x in numbers)
+    assert compute(1.0) == 0
+    assert compute(0.0) == -math.inf
+    assert compute(math.inf) == math.inf
+    assert math.isnan(compute(math.nan))
 
 
 def test_levels_are_the_choices_of_the_variable():

@@ -2,6 +2,9 @@
 
 import contextlib
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -339,3 +342,36 @@ def test_gradients_that_are_not_needed_are_not_computed(called):
         model(inputs_of(model, 6, 9))[0].sum().backward()
     assert recurrences(called) == called
     assert [parameter.grad is None for parameter in model.parameters()] == [True, False, True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", [45, 300])
+def test_fewer_threads_than_asked_for_compute_all_parts(hidden):
+    """OpenMP may return fewer threads. torch's bf16 products are then wrong, so this is compared through files."""
+    code = (
+        "import sys, torch\n"
+        "from nano_loop.kernels.rnn.recurrence import recurrence\n"
+        "from nano_loop.kernels.rnn.recurrent_layer import LSTM, Arguments, Recurrence\n"
+        f"torch.set_num_threads(int(sys.argv[1])); torch.manual_seed(0); hidden = {hidden}\n"
+        "def normal(*sizes): return (torch.randn(sizes) / 8).requires_grad_()\n"
+        "weights = normal(4 * hidden, 70), normal(4 * hidden, hidden), normal(4 * hidden), normal(4 * hidden)\n"
+        "tensors = Arguments(normal(180, 70), *weights, None, normal(20, hidden), normal(20, hidden))\n"
+        "for in_bf16 in (False, True):\n"
+        "    layer = Recurrence(LSTM, torch.arange(0, 181, 20), False, False, in_bf16, (torch.float32,) * 2)\n"
+        "    outputs = recurrence(layer, tensors)\n"
+        "    leaves = [tensor for tensor in tensors if tensor is not None]\n"
+        "    gradients = torch.autograd.grad(outputs[0].sum(), leaves)\n"
+        "    print([tensor.double().sum().item() for tensor in (*outputs, *gradients)])\n"
+    )
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", code, str(count)],
+            env={**os.environ, "OMP_THREAD_LIMIT": str(limit)},
+            check=True,
+            timeout=120,
+            capture_output=True,
+        ).stdout
+        for count, limit in ((8, 2), (2, 2))
+    ]
+    assert len(printed[0]) > 100
+    assert printed[0] == printed[1]

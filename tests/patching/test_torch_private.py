@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from nano_loop import patching
 from nano_loop.patching import torch_private as private
@@ -84,6 +85,52 @@ def test_question_has_its_answer(question, about, answer):
     assert question(about() if callable(about) else about) is answer
 
 
+def profiling():
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+#: Contexts, and the queries that are true inside them and false outside.
+INSIDE = [
+    (torch.overrides.BaseTorchFunctionMode, [private.in_mode], [private.in_dispatch_mode]),
+    (lambda: FlopCounterMode(display=False), [private.in_mode, private.in_dispatch_mode], []),
+    (profiling, [of_optimizers.is_profiling], []),
+    (
+        lambda: torch.autograd.graph.saved_tensors_hooks(hook, hook),
+        [private.has_saved_tensor_hooks],
+        [private.in_mode],
+    ),
+]
+
+
+@pytest.mark.parametrize(("context", "true", "false"), INSIDE)
+def test_contexts_are_known(context, true, false):
+    assert not any(each() for each in (*true, *false))
+    with context():
+        assert all(each() for each in true)
+        assert not any(each() for each in false)
+    assert not any(each() for each in true)
+
+
+def test_transforms_are_told_from_plain_calls():
+    seen = []
+    torch.func.grad(lambda x: seen.append(private.in_functorch()) or x.sum())(torch.ones(1))
+    assert (seen, private.in_functorch()) == ([True], False)
+
+
+def test_hooks_and_compiled_calls_of_a_module_are_seen():
+    module = nn.Linear(2, 2)
+    assert private.calls_only_forward(module)
+    for register in (
+        *(module.register_forward_hook, module.register_forward_pre_hook),
+        *(module.register_full_backward_hook, module.register_full_backward_pre_hook),
+    ):
+        handle = register(hook)
+        assert not private.calls_only_forward(module)
+        handle.remove()
+    module.compile(backend="eager")
+    assert not private.calls_only_forward(module)
+
+
 # --- tensors ---
 
 
@@ -113,6 +160,16 @@ def test_softmax_of_a_row_without_scores_is_zero_and_has_no_gradient():
 # --- autograd ---
 
 
+def test_backwards_are_told_from_forwards_and_numbered():
+    seen, x = [], leaf()
+    x.register_hook(lambda gradient: seen.append((of_autograd.in_backward(), of_autograd.graph_task())))
+    x.sum().backward()
+    x.sum().backward()
+    assert (of_autograd.in_backward(), of_autograd.graph_task()) == (False, -1)
+    assert [is_inside for is_inside, _ in seen] == [True, True]
+    assert len({number for _, number in seen} - {-1}) == 2
+
+
 def test_hooks_of_tensors_are_called_so_and_seen_and_their_dict_goes_when_it_is_empty():
     x, tensor = leaf(), leaf()
     for each in (x, tensor):
@@ -129,6 +186,29 @@ def test_hooks_of_tensors_are_called_so_and_seen_and_their_dict_goes_when_it_is_
     assert of_autograd.has_tensor_hooks(tensor)
     tensor.register_post_accumulate_grad_hook(print)
     assert [[*getattr(tensor, name).values()] for name in of_autograd.TENSOR_HOOKS] == [[print], [print]]
+
+
+class Without(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return "a function"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return "an operator"
+
+
+def test_tensor_without_memory_says_what_is_asked_of_it_and_gives_no_address():
+    tensor = private.without_memory(Without, (2, 3), (3, 1), torch.float32)
+    assert tensor + 1 == "a function"
+    with private.as_plain_tensors():
+        assert tensor.shape == (2, 3)
+        with pytest.raises(RuntimeError):
+            tensor.data_ptr()
+        with pytest.raises(RuntimeError, match="cast an operator"):
+            tensor + 1
+    with private.as_plain_tensors(), pytest.raises(RuntimeError):
+        torch.utils.dlpack.to_dlpack(tensor)
 
 
 # --- torch.compile ---

@@ -123,6 +123,47 @@ def test_batches_order_and_random_draws_are_the_default_loaders(step, dataset, m
         assert_same(epochs(loader), expected)
 
 
+NO_ROWS = [
+    True,
+    np.bool_(True),
+    1.5,
+    torch.tensor([1]),
+    torch.tensor(True),
+    torch.tensor(1.0),
+    slice(0, 2),
+    None,
+    2**70,
+    23,
+]
+
+
+def outcome(loader):
+    """Return the first batch, or the kind of error."""
+    try:
+        return next(iter(loader))
+    except Exception as error:  # any error of the sampler's index, in torch and in numpy
+        return str(type(error))
+
+
+@pytest.mark.parametrize("index", NO_ROWS, ids=repr)
+@pytest.mark.parametrize(
+    "values", [torch.rand(23, 4), np.random.default_rng(0).random((23, 4))], ids=["torch", "numpy"]
+)
+def test_index_that_is_no_row_selects_what_it_selects_by_default_or_raises_its_error(step, values, index):
+    class Indexed:
+        def __init__(self):
+            self.values = values
+
+        def __getitem__(self, index):
+            return (self.values[index],)
+
+    datasets = [Indexed(), *([TensorDataset(values)] if isinstance(values, torch.Tensor) else [])]
+    for data in datasets:
+        loaders = [DataLoader(data, 2, sampler=[index, index]) for _ in range(2)]
+        step(FastFetch).apply(TrainingObjects(loaders=loaders[:1]))
+        assert_equal(*map(outcome, loaders))
+
+
 class OfSkorch(Dataset):
     """Like skorch's `Dataset`: it indexes arrays or dicts of arrays, and returns zeros without targets."""
 
@@ -567,3 +608,16 @@ def test_writing_into_a_batch_reaches_neither_the_dataset_nor_other_rows(fast):
     row, (_, again, same) = next(iter(fast(DataLoader(Assigned(torch.ones(4, 2), torch.ones(4)), 4))))
     row.zero_()
     assert again.sum() == same.sum() == 8
+
+
+class Halves(torch.Tensor):
+    def __getitem__(self, index):
+        return self.as_subclass(torch.Tensor)[index] / 2
+
+
+@pytest.mark.parametrize("wrap", [lambda rows: rows, TensorDataset])
+def test_rows_of_a_tensor_subclass_are_its_own(fast, wrap):
+    def loader():
+        return DataLoader(wrap(torch.arange(8.0).as_subclass(Halves)), 4)
+
+    assert str([*fast(loader())]) == str([*loader()])

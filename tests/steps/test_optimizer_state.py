@@ -1,6 +1,7 @@
 """bf16 weights train bitwise as with a manual fp32 master; moments in bf16 train as those in fp32."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -269,6 +270,20 @@ def test_weights_that_the_program_writes_begin_anew():
     model = network()
     found = nano(precision="bf16-true", **QUIET)(loop)(model, ADAMW(model.parameters(), 0.01))
     assert_equal([model[0].weight, model[2].weight], [*found])
+
+
+def test_two_optimizers_of_one_weight_share_its_rest():
+    def loop(model, *optimizers):
+        for _, optimizer in itertools.product(range(50), optimizers):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    rate = 2.0**-12
+    nano(precision="bf16-true", **QUIET)(loop)(model, SGD(model.parameters(), rate), SGD(model.parameters(), rate))
+    assert model.weight.item() == 1 - 100 * rate
 
 
 @pytest.mark.parametrize(

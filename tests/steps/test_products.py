@@ -241,6 +241,17 @@ def test_step_that_requires_a_closure_computes_in_fp32_and_what_follows_rounds(e
     assert rounded == {"product": 6}
 
 
+@here
+@pytest.mark.parametrize("kinds", [[torch.optim.LBFGS], [torch.optim.SGD, torch.optim.LBFGS]])
+def test_line_searches_of_a_program_without_a_line_are_in_fp32(every_product, rounded, kinds):
+    model, x = built("perceptron")
+    with nano_loop.accelerated(precision="auto", verbose=False, tune_operators=False) as run:
+        for kind in kinds:
+            by_closure(kind, model, x)
+            assert rounded.pop("product", 0) == (5 if kind is torch.optim.SGD else 0)  # SGD works without a closure
+    assert "precision" in run.report.applied
+
+
 class Careful(nn.Module):
     """Computes some of its products in fp32, with their backward."""
 
@@ -340,6 +351,32 @@ def test_small_products_and_models_are_fp32(rounded):
     _, report = accelerated(model, torch.randn(128 * threads, 64))
     assert report["precision"].status == "applied"
     assert rounded == {"product": 3}
+
+
+@here
+def test_odd_calls_are_torchs(every_product, rounded):
+    """Calls that torch refuses raise, overlapping memory is copied, and torch computes all but plain matrices."""
+    a, b = (torch.randn(64, 64) for _ in range(2))
+    calls = [
+        lambda: torch.mm(a[:, ::2], b[::2]),
+        lambda: torch.mm(a.expand(64, 64)[:1].expand(64, 64), b),
+        lambda: torch.mm(a.double(), b.double()),
+        lambda: (lambda out: torch.addmm(out, a, b, out=out))(a.clone()),
+        lambda: torch.mm(torch.zeros(0, 64), b),
+        lambda: torch.mm(a.to_sparse(), b),
+        lambda: torch.mm(torch.complex(a, b).conj(), torch.complex(a, b)),
+    ]
+
+    class Calling(nn.Linear):
+        def forward(self, x):
+            results = [call() for call in calls]
+            for wrong in (lambda: torch.mm(a, b[:3]), lambda: torch.bmm(a, b), lambda: torch.mm(a, b.double())):
+                with pytest.raises(RuntimeError):
+                    wrong()
+            return results
+
+    results, _ = accelerated(Calling(64, 64), None, lambda model, _: model(None))
+    assert all(torch.allclose(one.to_dense(), call().to_dense()) for one, call in zip(results, calls, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import json
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from attending import Attending
 from torch import nn
 from torch.nn import functional as F
 
+import nano_loop
 from nano_loop import NanoWarning, TorchNano, nano
 from nano_loop.kernels.attention import attention, blocked_attention
 
@@ -269,6 +271,31 @@ def test_call_computes_the_same_whether_or_not_it_can_be_compared(call, length, 
     assert report["verify"].data["Mixing"].ok if told is None else report["verify"].status == "skipped"
 
 
+def test_a_module_that_the_model_reaches_otherwise_keeps_its_gradient(monkeypatch):
+    torch.manual_seed(1)
+    reached = nn.Linear(4, 4)
+    monkeypatch.setattr(Mixing, "forward", lambda self, x: self.last(reached(x)))
+
+    def gradients(verify):
+        seen = []
+
+        def note(optimizer):
+            optimizer.step()
+            seen.append(reached.weight.grad.clone())
+
+        reached.zero_grad()
+        reached.weight.grad = torch.zeros(4, 4)
+        steps_of(lambda model, other, memory: model(X) + 0 * reached.weight.sum(), verify, note)
+        return seen
+
+    plain = gradients(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NanoWarning)  # the copies cannot be called in fp64
+        found = gradients(True)
+    assert len(found) == len(plain) == 2
+    assert all(map(torch.equal, found, plain))
+
+
 @torch.no_grad()
 def step_without_gradients(optimizer):
     optimizer.step()
@@ -295,3 +322,36 @@ def test_a_single_step_with_a_closure_is_compared_at_the_end():
         optimizer.step(closure)
 
     assert verified(train, Mixing())[1].data["Mixing"].ok
+
+
+def with_forward_of_the_original(model):
+    forward = model[0].forward
+    model[0].forward = lambda x: forward(x) * 1.1
+
+
+def with_own_to(model):
+    to, double = model.to, model.double
+    model.to = lambda *args, **kwargs: to(*args, **kwargs)
+    model.double = lambda: double()
+
+
+def with_hooks_of_the_original(model):
+    model.register_buffer("calls", torch.zeros(1))
+    model[0].register_forward_hook(lambda *_: model.calls.add_(1) and None)
+    model[1].register_forward_hook(lambda *_: model[0].bias.data.add_(1) and None)
+
+
+@pytest.mark.parametrize("change", [with_forward_of_the_original, with_own_to, with_hooks_of_the_original])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true", 64])
+def test_closures_over_the_user_s_model_leave_it_as_it_is(change, precision):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    change(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = copy.deepcopy(dict(model.state_dict()))
+    with contextlib.suppress(RuntimeError):  # raised if the closure uses the original's fp32 weights
+        nano_loop.verify(model, lambda model, x: model(x).square().mean(), torch.randn(8, 4), precision=precision)
+    for parameter in model.parameters():
+        assert parameter.dtype is torch.float32
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
