@@ -9,7 +9,7 @@ import pytest
 
 from nano_loop.cli import SHAPE
 from nano_loop.cli.main import main
-from nano_loop.cpu.waits import BUSY
+from nano_loop.cpu.process import BUSY
 
 LOOP = """
 import sys, torch, nano_loop

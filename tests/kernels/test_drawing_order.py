@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import accelerated
-from nano_loop.kernels.dropout import bernoulli
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.kernels import bernoulli
+from nano_loop.patching.operators import gives_kernels
 
 
 class Dropping(nn.Module):

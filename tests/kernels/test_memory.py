@@ -18,7 +18,7 @@ from nano_loop.kernels import compiler
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.memory import CONTIGUOUS, DENSE, Pointer, UnsupportedTensorError, attempt, check
 from nano_loop.optimizers import split_steps
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 ROOT = Path(kernels.__file__).parent
 MODULES = [

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nano_loop.patching.operators import operators
-from nano_loop.patching.operators.operators import (
+from nano_loop.patching import operators
+from nano_loop.patching.operators import (
     AUTOCAST,
     gives_kernels,
     overridden,

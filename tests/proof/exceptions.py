@@ -25,7 +25,7 @@ def _family(case):
 
 
 _NUMBERS = ("outputs", "gradients", "parameters", "states")
-_LAYOUTS = "Its fused kernel updates wrong elements where a gradient or state lies otherwise than its parameter"
+_LAYOUTS = "Its fused kernel updates wrong elements if a gradient or state has other strides than its parameter"
 
 _ALL_NUMBERS = ("fp32", "auto", "bf16")
 
@@ -48,25 +48,26 @@ _PROOF = """
 
 ## The proof
 
-`make proof-all` trains samples that others ship, plain and accelerated: of torch's databases of modules, operators and
-optimizers, and of every architecture of transformers that a configuration of at most ten million parameters builds, one
-size of each. A training has a step of SGD and one of AdamW; that of an optimizer has five steps, with groups added,
-states loaded, gradients missing, schedulers, closures, clipping, sparse gradients and complex parameters. Kernels are
-nano_loop's wherever there is one, also below the sizes from which on they pay.
+`make proof-all` trains samples that torch and transformers ship, plain and accelerated: those of torch's databases of
+modules, operators and optimizers, and each architecture of transformers that can be built with at most ten million
+parameters, in one size. A training run has a step of SGD and one of AdamW. Optimizers take five steps, with added
+groups, loaded states, missing gradients, schedulers, closures, clipping, sparse gradients and complex parameters.
+nano_loop's kernels are used wherever there is one, even for sizes below those from which they are faster.
 
-| way | what outputs, gradients, parameters, buffers and optimizer states keep |
+| mode | requirement for outputs, gradients, parameters, buffers and optimizer states |
 | --- | --- |
-| fp32, `channels_last=True` | an error against fp64 of at most 4 times plain torch's, and two units in the last place |
-| `exact=True` | each bit, and all random numbers |
-| `"auto"`, `"bf16"` | an error of at most 1.5 times that of autocast by hand, and two units of bf16 in the last place |
+| fp32, `channels_last=True` | error relative to fp64: at most 4 times plain torch's, plus two units in the last place |
+| `exact=True` | equal bit for bit, as are all random numbers |
+| `"auto"`, `"bf16"` | error at most 1.5 times that of manual autocast, plus two bf16 units in the last place |
 
-The unit is that of the largest number of its kind. Where a result falls short, up to 16 trainings follow, with tensors
-up to a hundredth smaller, so that others round. It differs if it falls short so much more often than plain torch does
-against it that chance would do so once in a thousand times. Where fp64 draws other random numbers, or has no kernel,
-half of the digits of plain torch are compared. After each training, everything is undone, and `state_dict`s are plain.
+The unit in the last place is that of the largest number of its kind. If a result exceeds a limit, up to 16 runs follow
+with tensors scaled by up to 1%, so that they round differently. A difference is reported if the limit is exceeded so
+much more often than by plain torch that chance would do so once in a thousand cases. If fp64 draws other random numbers
+or has no kernel, half of plain torch's digits are compared. After each run, everything is undone, and `state_dict`s are
+plain.
 
-`make proof`, in continuous integration, trains one sample in six of the databases, by the hash of its name, in fp32 and
-`exact=True`, and each architecture in one of both.
+In continuous integration, `make proof` trains one sixth of the databases' samples, selected by the hash of their names,
+in fp32 and with `exact=True`, and each architecture in one of the two.
 """
 
 
@@ -74,9 +75,9 @@ def page():
     """Return the text of the page."""
     rows = [f"| `{each.case}` | {', '.join(each.ways)} | {each.whose} | {each.reason} |" for each in KNOWN]
     table = (
-        ["| sample | in | whose | reason |", "| --- | --- | --- | --- |", *rows]
+        ["| sample | mode | origin | reason |", "| --- | --- | --- | --- |", *rows]
         if rows
-        else ["None is known to differ."]
+        else ["No sample is known to differ."]
     )
     before, _, after = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
     return "\n".join([before + _BEGIN + _PROOF, *table, "", _END + after.partition(_END)[2]])
