@@ -226,6 +226,19 @@ def test_it_outlives_its_run():
     assert F.cross_entropy(y.view(-1, WORDS), targets.view(-1)).isfinite()
 
 
+def test_data_set_to_it_has_its_numbers():
+    words, _ = batch()
+    model, expected = model_of(), model_of()(words).detach()
+    x = torch.zeros(1)
+    with accelerated(model, verbose=False):
+        x.data = y = model(words)
+        assert isinstance(y, LazyLogits)
+        torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
+        x[0, 0, 0] = 3
+        assert y[0, 0, 0] == 3
+    assert "data" not in vars(torch.Tensor)
+
+
 SOURCE = """
 float typed(torch::Tensor y) { return y.data_ptr<float>()[0]; }
 float mutable_one(torch::Tensor y) { return static_cast<float *>(y.mutable_data_ptr())[0]; }

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nano_loop.patching.calls.calls import CallInterceptors
+from nano_loop.patching.patch_table import users
 
 
 class Mixin:
@@ -115,6 +116,35 @@ def test_function_compiled_during_a_run_forgets_the_layers_with_it(net):
     assert torch.equal(during, net(X) * 2)
     assert torch.equal(compiled(X), net(X))
     torch._dynamo.reset()
+
+
+def _around_all(module):
+    return lambda function, module, *args: function(module, *args) * 2
+
+
+@pytest.mark.parametrize(
+    ("keep", "factor"),
+    [
+        (lambda interceptors, net: interceptors.for_model(net, "another user"), 1),
+        (lambda interceptors, net: interceptors.add(net, "layer", lambda call: lambda *args: call(*args) * 2), 2),
+        (lambda interceptors, net: interceptors.for_model(net).around_modules(_around_all, "modules"), None),
+        (None, 1),
+    ],
+    ids=["another user", "a layer", "around modules", "nothing"],
+)
+def test_calls_are_intercepted_until_they_serve_nothing(net, keep, factor):
+    interceptors, plain = CallInterceptors(), net(X)
+    interceptors.for_model(net, "a user")
+    if keep is not None:
+        keep(interceptors, net)
+    interceptors.release("a user")
+    assert users((nn.Module, "__call__")) == (keep is not None)
+    assert factor is None or torch.equal(net(X), factor * plain)
+    interceptors.add(net, "later", lambda call: lambda *args: -call(*args))
+    assert factor is None or torch.equal(net(X), -factor * plain)
+    interceptors.close()
+    assert not users((nn.Module, "__call__"))
+    assert torch.equal(net(X), plain)
 
 
 def arguments(net):
