@@ -54,8 +54,7 @@ LIBRARIES := tests/libraries
 
 # These do not depend on torch's version, so they are not repeated with IPEX's torch. Nor are slow tests of some others.
 ANY_TORCH := $(CLUSTERS) $(LIBRARIES) tests/cli tests/cpu $(wildcard tests/distributed/launch*) tests/faults \
-    tests/test_architecture.py \
-    tests/runtime/test_checks.py tests/test_docstrings.py tests/test_no_test_skipped.py tests/config/test_options.py \
+    tests/test_architecture.py tests/test_docstrings.py tests/test_no_test_skipped.py tests/config/test_options.py \
     tests/test_packaging.py tests/runtime/test_report.py tests/config/test_signatures.py tests/kernels/csrc \
     tests/loops/test_changes.py \
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))

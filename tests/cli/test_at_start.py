@@ -76,6 +76,7 @@ def main():
         "mask": open("/proc/self/status").read().partition("SigBlk")[2][:60],
         "child": from_child,
         "prefix": (sys.prefix, sys.base_prefix, sys.executable, os.getcwd()),
+        "parent": os.getppid(),
         "environment": dict(os.environ),
     }))
 

@@ -9,20 +9,13 @@ import torch
 from lightning_fabric import Fabric
 from torch import nn
 
-from nano_loop import TorchNano
 from nano_loop.distributed.comm.ranks import ALONE, Ranks
-from nano_loop.integrations.fabric import Fabric as Ours
 from nano_loop.integrations.fabric import fabric_arguments
 
 
 @pytest.fixture(params=["32-true", "bf16-mixed"])
 def fabric(request):
     return Fabric(**fabric_arguments(request.param, ALONE)), request.param
-
-
-def test_it_is_fabric_s_own_class():
-    assert Ours is Fabric
-    assert issubclass(TorchNano, Fabric)
 
 
 def test_plain_backward_and_fabric_s_give_the_same_gradients(fabric):
