@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, softsign
 
-from nano_loop import disable_casts
+from nano_loop import disable_casts, nano
 
 from .pairs import CONVOLUTIONS, FP64, ROUNDED, pair, untouched
 from .tasks import ADAMW, ConvNet, Net, entropy, fit, images, job, steps, train, vectors
