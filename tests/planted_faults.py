@@ -444,13 +444,13 @@ FAULTS = (
         "optimizers/direct_steps.py",
         "            denormals.restore(threads)\n",
         "            pass\n",
-        "tests/patching/test_direct_steps.py",
+        "tests/optimizers/test_torch_fused_steps.py",
     ),
     Fault(
         "optimizers/direct_steps.py",
         "            foreach_increment(counters)\n",
         "            pass\n",
-        "tests/patching/test_direct_steps.py",
+        "tests/optimizers/test_torch_fused_steps.py",
     ),
     Fault(
         "patching/weight_copies.py",
