@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotune.time_for import ALWAYS
+from autotune.time_for import ALWAYS, TimeFor
 from nano_loop.autotune import race as module
 from nano_loop.autotune.choices import Choice, Choices
 from nano_loop.autotune.race import Generation, key_of
@@ -84,3 +84,9 @@ def test_many_kinds_are_forgotten_together(tuner, monkeypatch):
     for rows in (1, 2, 3, 1, 4, 1):
         ask(generation, rows)
     assert len(tuner.asked) == 5
+
+
+def test_one_algorithm_is_taken_without_a_question():
+    budget = TimeFor(float("inf"))
+    assert ask(Generation(Tuner(Choices(None), budget)), names=(TORCH,)) == TORCH
+    assert not budget.asked

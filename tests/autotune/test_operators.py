@@ -8,7 +8,7 @@ from loops.pairs import rounding_every_product
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autotune.time_for import ALWAYS, Clock
+from autotune.time_for import ALWAYS, Clock, TimeFor
 from nano_loop import nano
 from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.race import Generation
@@ -24,6 +24,7 @@ from nano_loop.kernels.override import COMPILED, REFERENCE, ROUNDED, TORCH
 from nano_loop.kernels.rnn import rnn
 from nano_loop.kernels.rnn.recurrent_layer import LSTM
 from nano_loop.patching.operators import gives_kernels
+from nano_loop.patching.ownership import NO_RULES
 
 NHWC = torch.channels_last
 ATEN = torch.ops.aten
@@ -190,25 +191,49 @@ def every_size_is_large(monkeypatch):
 class Bench:
     """An operator whose algorithms advance a clock by their time."""
 
-    def __init__(self, operator):
+    def __init__(self, operator, wrong=(), budget=ALWAYS, choices=None):
         self.make, self.compute, others, self.variants, self.count = CASES[operator]
-        self.names, self.calls, self.slow = [TORCH, *others], [], set()
+        self.names, self.wrong, self.calls, self.slow = [TORCH, *others], wrong, [], set()
         self.clock = Clock()
-        self.tuner = Tuner(Choices(None), ALWAYS, self.clock)
+        self.tuner = Tuner(choices or Choices(None), budget, self.clock)
         self.generation = Generation(self.tuner)
 
     def named(self, name):
         def compute(call):
             self.calls.append(call)
             self.clock.now += 1.0 if name in self.slow else 0.01
-            return self.compute(call)
+            out = self.compute(call)
+            if name not in self.wrong:
+                return out
+            return out * 1.1 if torch.is_tensor(out) else tuple(each * 1.1 for each in out)
 
         return compute
 
-    def __call__(self, guess, fast=None, **how):
+    def __call__(self, guess, fast=None, possible=None, **how):
         self.slow = {name for name in self.names if name != fast}
-        algorithms = {name: self.named(name) for name in self.names}
-        return self.generation.algorithm(self.make(**how), lambda: algorithms, guess)
+        names = possible or self.names
+        return self.generation.algorithm(self.make(**how), lambda: {name: self.named(name) for name in names}, guess)
+
+
+def names_of(operator):
+    return [TORCH, *(name for name in CASES[operator][2] if name != REFERENCE)]
+
+
+@EVERY
+def test_the_fastest_algorithm_is_kept_for_this_run_and_later_ones(operator):
+    names = names_of(operator)
+    for fast in names:
+        for guess in names:
+            bench = Bench(operator)
+            assert {bench(guess, fast) for _ in range(3)} == {fast}
+            assert bench.tuner.measured == 1
+            assert Bench(operator, budget=TimeFor(0.0), choices=bench.tuner.choices)(guess) == fast
+
+
+@EVERY
+def test_wrong_algorithm_is_rejected(operator):
+    torchs, other, *_ = names_of(operator)
+    assert Bench(operator, wrong={other})(other, other) == torchs
 
 
 @EVERY
@@ -221,11 +246,10 @@ def test_shapes_are_measured_apart_and_batches_of_about_the_same_size_together(o
 
 @EVERY
 def test_tensors_that_are_too_large_are_not_measured(operator, monkeypatch):
+    torchs, other, *_ = names_of(operator)
     monkeypatch.setattr(override, "MOST_ELEMENTS", 1)
     monkeypatch.setattr(linear, "_MIN_ROWS", 10)
-    bench = Bench(operator)
-    torchs, other, *_ = bench.names
-    chosen = bench(torchs, other)
+    chosen = Bench(operator)(torchs, other)
     assert chosen == (
         other if operator in ("product", "product in fp32") else torchs
     )  # in which some rows are measured
@@ -345,3 +369,25 @@ def test_layers_and_their_gradients_are_measured_in_a_run_without_changing_its_r
         *(("40x2^7", "2^7x48"), ("48x2^7", "2^7x64")),
     }
     assert len([key for key in tuner.choices.all() if key.split()[1] == "lstm"]) == 1
+
+
+class Planned:
+    """Chooses a plan."""
+
+    def __init__(self, name):
+        self.name, self.asked = name, []
+
+    def algorithm(self, call, algorithms, guess):
+        self.asked.append(({*algorithms()}, guess))
+        return self.name
+
+
+def test_backward_of_convolutions_takes_the_chosen_plan(monkeypatch):
+    call, chooser = convolution_call(groups=8), Planned(Plan("fp32", "fp32").name)
+    monkeypatch.setattr(convolution, "rules_now", lambda: NO_RULES._replace(chooser=chooser))
+    ours = convolution._by_plans(call)
+    ((names, guess),) = chooser.asked
+    assert names == {TORCH, "torch/fp32", "fp32/torch", "fp32/fp32", REFERENCE}
+    assert guess in names
+    for found, expected in zip(ours, override.by_kernel(call), strict=True):
+        assert (found - expected).float().norm() < 0.01 * expected.float().norm()

@@ -179,6 +179,16 @@ def test_short_algorithms_are_timed_more_often_than_long_ones(shop):
 # --- the tuner ---
 
 
+def test_measures_once_and_takes_what_is_known(shop):
+    tuner = Tuner(Choices(None), ALWAYS, shop.clock)
+    for _ in range(3):
+        assert tuner.choose("key", "torchs", lambda: shop.race(torchs=[0.004], other=[0.001])) == "other"
+    assert tuner.measured == tuner.replaced == 1
+    again = Tuner(tuner.choices, ALWAYS, shop.clock)
+    assert again.choose("key", "torchs", lambda: pytest.fail("it is known")) == "other"
+    assert not again.measured
+
+
 def test_nothing_is_measured_where_there_is_no_time_for_it(shop):
     budget = TimeFor(0.21)
     tuner = Tuner(Choices(None), budget, shop.clock)

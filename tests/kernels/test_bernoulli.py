@@ -1,12 +1,16 @@
 """Masks, and all later draws, are those of torch's own generator."""
 
 import functools
+import hashlib
+import os
 import threading
 
 import pytest
 import torch
 
+from kernels.conftest import forget_libraries
 from nano_loop.kernels import bernoulli
+from nano_loop.kernels import build as compiled
 from nano_loop.kernels.bernoulli import KERNEL, MIN_ELEMENTS, replacement, vectorized_draws
 from nano_loop.patching.operators import overridden
 
@@ -138,6 +142,54 @@ def test_threads_that_draw_at_once_share_no_number():
         for thread in threads:
             thread.join()
     assert len({mask.numpy().tobytes() for mask in masks}) == len(masks) == 80
+
+
+# --- the compiler ---
+
+
+def made():
+    """Return the result of a new look-up."""
+    forget_libraries()
+    return compiled.compiled("bernoulli", False).draw_bernoulli
+
+
+DAMAGES = {
+    "other bytes": lambda library, content: library.write_bytes(b"damaged"),
+    "cut off": lambda library, content: library.write_bytes(content[:4096]),
+    "cut off in the middle of its last page": lambda library, content: library.write_bytes(content[:-40]),
+    "without its last blocks": lambda library, content: library.write_bytes(content[:8192].ljust(len(content), b"\0")),
+    "empty": lambda library, content: library.touch(),
+    "a pipe": lambda library, content: os.mkfifo(library),
+    "a link": lambda library, content: library.symlink_to("/dev/full"),
+    "endless": lambda library, content: library.touch() or os.truncate(library, 1 << 40),
+}
+
+
+@same_draws
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(damage, id=name, marks=[pytest.mark.slow] * (name in ("cut off", "empty", "other bytes")))
+        for name, damage in DAMAGES.items()
+    ],
+)
+def test_damaged_library_is_compiled_again(compiled_here, damage):
+    assert made()
+    (library,) = compiled_here.iterdir()
+    content = library.read_bytes()
+    library.unlink()
+    damage(library, content)
+    assert made()
+    assert [*compiled_here.iterdir()] == [library]
+    assert library.read_bytes()[-32:] == hashlib.sha256(library.read_bytes()[:-32]).digest()
+
+
+@same_draws
+def test_folder_that_others_may_write_to_is_not_loaded_from(compiled_here):
+    compiled_here.mkdir(parents=True)
+    compiled_here.chmod(0o777)
+    assert made()
+    assert not [*compiled_here.iterdir()]
 
 
 def test_planted_difference_in_the_draws_is_noticed(monkeypatch):

@@ -1,4 +1,4 @@
-"""Random draws after a convolution are those of the plain loop, in any layout, and those of dropout are fast."""
+"""With channels_last, random draws after a convolution are those of the plain loop, in every precision."""
 
 import copy
 from contextlib import nullcontext
@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import accelerated
-from nano_loop.kernels import bernoulli
 from nano_loop.patching.operators import gives_kernels
 
 
@@ -41,10 +40,7 @@ DROPS = {
     "of some channels": lambda x: torch.cat([F.dropout(x[:, :3]), x[:, 3:]], 1),
     "by hand": lambda x: x * torch.empty_like(x).bernoulli_(0.9),
     "channels shuffled, then dropped": lambda x: F.dropout(F.pixel_shuffle(x, 2)),
-    "in attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2),
 }
-#: Draws of too few numbers to benefit: one for each channel, or those of three channels.
-FEW = ("Dropout2d", "FeatureAlphaDropout", "dropout2d", "feature_alpha_dropout", "of some channels")
 NOISES = {
     "uniform": lambda x: x + torch.rand_like(x),
     "normal": lambda x: x + torch.randn_like(x),
@@ -65,16 +61,14 @@ def run(model, x, context=nullcontext):
 
 def compare(model, x, rtol=1e-5, atol=1e-5, **options):
     twin = copy.deepcopy(model)
-    found = run(model, x, lambda: accelerated(model, verbose=False, **{"channels_last": True, **options}))
+    found = run(model, x, lambda: accelerated(model, channels_last=True, verbose=False, **options))
     torch.testing.assert_close(found, run(twin, x), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("options", [{}, {"fast_dropout": False}, {"channels_last": False}], ids=str)
-@pytest.mark.parametrize("name", ALL)
-def test_masks_are_those_of_the_plain_loop_and_drawn_fast_in_any_layout(filled, name, options):
-    compare(Dropping(ALL[name]), torch.rand(4, 3, 16, 16), **options)
-    is_fast = name in DROPS and name not in FEW and "fast_dropout" not in options
-    assert bool(filled) == (is_fast and bernoulli.KERNEL.unavailable is None)
+@pytest.mark.parametrize("fast", ["auto", False], ids=["fast_dropout", "torch's"])
+@pytest.mark.parametrize("drop", ALL.values(), ids=ALL)
+def test_masks_are_those_of_the_plain_loop(drop, fast):
+    compare(Dropping(drop), torch.rand(4, 3, 16, 16), fast_dropout=fast)
 
 
 def test_masks_behind_batch_norm_and_of_volumes_too():
@@ -82,9 +76,29 @@ def test_masks_behind_batch_norm_and_of_volumes_too():
     compare(Dropping(nn.Dropout(0.3), dimensions=3), torch.rand(2, 3, 8, 8, 8))
 
 
+def test_bf16_masks_are_the_same():
+    model, x = Dropping(nn.Dropout(0.3)), torch.rand(4, 3, 16, 16)
+    plain, _, behind = run(copy.deepcopy(model), x)
+    found, _, after = run(model, x, lambda: accelerated(model, channels_last=True, precision="bf16", verbose=False))
+    assert torch.equal(found == 0, plain == 0)
+    assert torch.equal(behind, after)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_masks_are_drawn_again_in_a_checkpoint(reentrant):
     compare(Dropping(lambda x: checkpoint(F.dropout, x, use_reentrant=reentrant)), torch.rand(4, 3, 16, 16))
+
+
+def test_dropout_stays_in_nhwc():
+    seen = []
+    model = Dropping(lambda x: seen.append(F.dropout(x)) or seen[-1])
+    run(model, torch.rand(2, 3, 16, 16), lambda: accelerated(model, channels_last=True, verbose=False))
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_model_that_the_user_has_converted_draws_as_before():
+    model = Dropping(nn.Dropout(0.3)).to(memory_format=torch.channels_last)
+    compare(model, torch.rand(4, 3, 16, 16))
 
 
 class Block(nn.Module):

@@ -370,6 +370,13 @@ def scaled_twice(model):
         (nano_gpt(model(part), targets) / 2).backward()
 
 
+def backward_twice(model):
+    words, targets = batch()
+    loss = nano_gpt(model(words), targets)
+    loss.backward(retain_graph=True)
+    (3 * loss).backward()
+
+
 def of_two_heads(model):
     words, targets = batch()
     hidden = model.inner(model.embedding(words))
@@ -381,6 +388,29 @@ def with_a_penalty(model):
     words, targets = batch()
     logits = model(words)
     (nano_gpt(logits, targets) + 1e-2 * logits[..., :3].square().mean()).backward()
+
+
+def with_a_second_derivative(model):
+    words, targets = batch()
+    loss = nano_gpt(model(words), targets)
+    found = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    (loss + sum(each.square().sum() for each in found)).backward()
+
+
+def with_torch_func(model):
+    words, targets = batch()
+    weights = {name: each.detach() for name, each in model.named_parameters()}
+
+    def loss(weights):
+        return nano_gpt(torch.func.functional_call(model, weights, (words,)), targets)
+
+    for name, gradient in torch.func.grad(loss)(weights).items():
+        model.get_parameter(name).grad = gradient
+
+
+def with_a_checkpoint(model):
+    words, targets = batch()
+    checkpoint(lambda words: nano_gpt(model(words), targets), words, use_reentrant=False).backward()
 
 
 def with_hooks_on_the_head(model):
@@ -414,12 +444,11 @@ def masked_after_the_loss(model):
     loss.backward()
 
 
-#: More derivatives are those of `tests/kernels/differentiated.py`.
 @pytest.mark.parametrize(
     "train",
     [
-        *(scaled_twice, of_two_heads, with_a_penalty, with_hooks_on_the_head, with_generation_between),
-        masked_after_the_loss,
+        *(scaled_twice, backward_twice, of_two_heads, with_a_penalty, with_a_second_derivative, with_torch_func),
+        *(with_a_checkpoint, with_hooks_on_the_head, with_generation_between, masked_after_the_loss),
     ],
 )
 @pytest.mark.parametrize("is_lazy", [False, True])

@@ -69,6 +69,26 @@ def test_torch_computes_the_rest():
         assert norms.group_norm(x, ones, ones, 4, 32, 256, groups, EPS) is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nhwc", [False, True])
+def test_tensors_without_elements_are_torchs_or_empty(kind, nhwc):
+    case = case_of(kind, (0, 32, 16, 16), torch.float32, nhwc)
+    forward, backward = OURS[kind]
+    if kind == "layer_norm":
+        out, *statistics = forward(case.x, (16,), case.weight, case.bias, EPS)
+        assert out.shape == case.x.shape
+        assert backward(case.gradient, case.x, (16,), *statistics, case.weight, case.bias, [True] * 3) is None
+        return
+    ones = torch.ones(32)
+    if kind == "batch_norm":
+        assert forward(case.x, ones, ones, None, None, True, MOMENTUM, EPS) is None
+        assert backward(case.gradient, case.x, ones, None, None, ones, ones, True, EPS, [True] * 3) is None
+    else:
+        statistics = [torch.ones(0, 4)] * 2
+        assert forward(case.x, ones, ones, 0, 32, 256, 4, EPS) is None
+        assert backward(case.gradient, case.x, *statistics, ones, 0, 32, 256, 4, [True] * 3) is None
+
+
 def test_error_of_an_exchange_is_raised_and_what_c_does_not_take_has_none():
     x = torch.randn(4, 32, 16, 16)
 

@@ -2,11 +2,16 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from .pairs import CONVOLUTIONS, named, pair, untouched
+from nano_loop import nano
+
+from .nested import differences, mapped
+from .pairs import CONVOLUTIONS, built, left_as_found, named, pair, untouched
+from .records import laid_otherwise, record, record_strides
 from .tasks import ADAM, ADAMW, ConvNet, Net, entropy, fit, images, job, steps, train, vectors
 
 
@@ -120,3 +125,32 @@ def test_weights_change_between_two_calls_without_gradients(model, optimizer, lo
             model.head.weight.mul_(0.9)
             outputs.append(by_hand(model.head)(torch.ones(1, 16)))
     return outputs
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_an_error_in_the_midst_of_a_step_leaves_nothing_behind(error):
+    """Inside the model, after some steps: the same error is raised, and the state is the plain loop's."""
+    options = {"precision": "bf16", "channels_last": True, "verbose": False}
+    results = []
+    for accelerate in (untouched, nano(**options)):
+        arguments = built(job(model=ConvNet, loader=images, optimizer=ADAM))
+        raising = error("in the midst")
+
+        def fail_at_the_second_call(module, args, calls=[], raising=raising):  # noqa: B006 - one list for each run
+            calls.append(module)
+            if len(calls) == 2:
+                raise raising
+
+        hook = arguments["model"].head.register_forward_pre_hook(fail_at_the_second_call)
+        with left_as_found(), pytest.raises(error) as caught:
+            accelerate(fit)(**arguments, by_hand=untouched)
+        assert caught.value is raising
+        hook.remove()
+        results.append((record(arguments), record_strides(arguments), laid_otherwise(arguments)))
+    found = [*differences(results[1][1:], results[0][1:]), *differences(*(looks(r[0]) for r in results))]
+    assert not found, "\n".join(found)
+
+
+def looks(recorded):
+    """Return a record without its values, which depend on the precision."""
+    return mapped(recorded, lambda tensor: torch.empty(0, dtype=tensor.dtype))

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from .pairs import FP64, ROUNDED, pair, untouched
-from .tasks import ADAMW, images, job, steps
+from .tasks import ADAMW, images, job, steps, vectors
 
 
 @dataclass
@@ -182,4 +182,16 @@ def test_outputs_kept_on_the_model(model, optimizer, loader, by_hand=untouched):
         cross_entropy(model.kept[0].float(), y).backward()
         outputs.append([t.detach() for t in model.kept])
     model.kept = None
+    return outputs
+
+
+@pair(job(loader=lambda: vectors(shuffle=False, drop_last=True)))
+def test_outputs_edited_in_place(model, optimizer, loader, by_hand=untouched):
+    outputs = []
+    for x, y in steps(loader, optimizer):
+        out = by_hand(model)(x)
+        out += 1
+        out[:, 0] = 0
+        cross_entropy(out, y).backward()
+        outputs.append((out, out.is_leaf, out.is_contiguous()))
     return outputs

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from nano_loop import nano
 
 from .nested import differences
-from .pairs import NHWC, Config, built, run_accelerated, run_plain, untouched
+from .pairs import NHWC, NHWC_BF16, NHWC_FUSED, Config, built, run_accelerated, run_plain, untouched
 from .tasks import ADAM, SGD, ConvNet, fit, images, job, steps
 
 # Another layout sums in another order: a step differs by 1e-6, and a few steps of SGD stay below 1e-4.
@@ -75,6 +76,19 @@ def test_weights_replaced_through_a_vector(options):
     against_plain(ConvNet, weights_through_a_vector, replace(LOOSE, options={"channels_last": True, **options}))
 
 
+@pytest.mark.parametrize("config", [NHWC, NHWC_FUSED, NHWC_BF16], ids=lambda c: c.name)
+def test_the_layout_is_channels_last_inside_and_as_before_outside(config):
+    seen = []
+
+    def loop(model, optimizer, loader, by_hand=untouched):
+        model.features[3].register_forward_hook(lambda m, args, out: seen.append(args[0]))
+        assert model.features[0].weight.is_contiguous()
+        return fit(model, optimizer, loader, by_hand)
+
+    run_accelerated(job(model=ConvNet, loader=images), loop, config)
+    assert all(t.is_contiguous(memory_format=torch.channels_last) for t in seen)
+
+
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
 def test_training_goes_on_plainly_after_the_run(optimizer):
     """With the state, gradients and weights that the run left, and fused kernels that the user enables."""
@@ -87,6 +101,21 @@ def test_training_goes_on_plainly_after_the_run(optimizer):
         results.append([fit(**arguments, by_hand=untouched), [*arguments["model"].parameters()]])
     found = [*differences(results[1], results[0], 1e-3)]
     assert not found, "\n".join(found)
+
+
+def test_nothing_of_a_batch_is_changed_in_place():
+    """A batch is copied into the other layout for the call: the loop's own tensor is unchanged."""
+
+    @nano(channels_last=True, precision="bf16", verbose=False)
+    def train(model, batches):
+        return [model(x) for x in batches]
+
+    batches = [torch.randn(2, 3, 8, 8), torch.randn(3, 2, 8, 8).transpose(0, 1)]
+    batches.append(torch.randn(2, 3, 8, 16)[..., ::2])
+    strides, values = [x.stride() for x in batches], [x.clone() for x in batches]
+    train(nn.Conv2d(3, 4, 3), batches)
+    assert strides == [x.stride() for x in batches]
+    assert all(torch.equal(x, value) for x, value in zip(batches, values, strict=True))
 
 
 class InPlace(ConvNet):
@@ -108,3 +137,12 @@ def batches_after_the_call(model, optimizer, loader):
 @pytest.mark.parametrize(("model", "loop"), [(ConvNet, views_in_the_loop), (InPlace, batches_after_the_call)])
 def test_loop_that_counts_on_the_usual_layout(model, loop):
     against_plain(model, loop)
+
+
+def test_a_compiled_model_that_counts_on_the_usual_layout():
+    """torch.compile has its own `view`, and reports the error, as with channels_last written by hand."""
+    config = replace(LOOSE, options={"channels_last": True, "compile": {"backend": "eager"}})
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="Cannot view a tensor"):
+        against_plain(Flattening, plainest, config)
+    torch._dynamo.reset()

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from .pairs import BF16, CONVOLUTIONS, EXACT, FP64, FUSED, SHIPPED, WITH_IPEX, pair, untouched
-from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, entropy, images, job, train, vectors
+from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, entropy, images, job, steps, train, vectors
 
 EACH_FUSED_KIND = {"sgd": SGD, "adam": ADAM, "adamw": ADAMW, "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1)}
 
@@ -52,6 +52,15 @@ def test_gradients_are_accumulated(model, optimizer, loader, by_hand=untouched):
                 optimizer.zero_grad()
             losses.append((epoch, loss.item()))
     return losses
+
+
+@pair(job("sgd"), job("adamw", optimizer=ADAMW))
+def test_gradients_are_clipped_by_norm(model, optimizer, loader, by_hand=untouched):
+    norms = []
+    for x, y in steps(loader, optimizer):
+        cross_entropy(by_hand(model)(x), y).backward()
+        norms.append(clip_grad_norm_(model.parameters(), 0.1))
+    return norms
 
 
 def lbfgs():

@@ -62,6 +62,19 @@ def test_submodules_and_methods_called_by_the_loop(model, optimizer, loader, by_
     return results, [layer.saw for layer in model.layers]
 
 
+def test_methods_and_submodules_run_in_bf16_and_give_fp32():
+    """An explicit check of the values that the loop above compares."""
+
+    @nano(precision="bf16", verbose=False)
+    def compute(model, x):
+        return model.my_loss(x, x), model.encoder(x), model.decoder(torch.randn(2, 4)), model.encode(x)
+
+    model = Autoencoder()
+    found, *others = compute(model, torch.randn(2, 6))
+    assert {t.dtype for t in (*found.values(), *others)} == {torch.float32}
+    assert {seen for layer in model.layers for seen in layer.saw} == {(torch.bfloat16, True)}
+
+
 def sequential():
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 3))
 
@@ -77,6 +90,19 @@ def test_a_sequential_model_indexed_sliced_and_walked(model, optimizer, loader, 
         cross_entropy(out, y).backward()
         outputs += [features, out]
     return outputs
+
+
+@pair(job())
+def test_hooks_of_the_user_on_modules(model, optimizer, loader, by_hand=untouched):
+    seen = []
+    model.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    model.register_forward_hook(lambda m, args, out: out + 1)
+    inner = model.encoder[0].register_forward_hook(lambda m, args, out: seen.append(out.clone()))
+    model.head.register_full_backward_hook(lambda m, inputs, outputs: seen.append(outputs[0].clone()))
+    model.head.weight.register_hook(lambda gradient: gradient * 0.5)
+    losses = fit(model, optimizer, loader, by_hand, epochs=1)
+    inner.remove()
+    return losses, seen, fit(model, optimizer, loader, by_hand, epochs=1)
 
 
 class WithFp32Part(nn.Module):
@@ -189,6 +215,15 @@ def test_convolutional_parts_called_directly(model, optimizer, loader, by_hand=u
         loss.backward()
         maps += [features, first]
     return maps
+
+
+@pair(job())
+def test_a_module_added_and_one_replaced_inside_the_loop(model, optimizer, loader, by_hand=untouched):
+    losses = fit(model, optimizer, loader, by_hand, epochs=1)
+    model.encoder.append(nn.Linear(16, 16))
+    model.head = Watching(16, 3)
+    optimizer.add_param_group({"params": [*model.encoder[-1].parameters(), *model.head.parameters()]})
+    return losses, fit(model, optimizer, loader, by_hand, epochs=1), model.head.saw
 
 
 class Agent(Net):

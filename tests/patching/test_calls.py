@@ -102,6 +102,41 @@ def test_every_way_in_passes_the_layer_once_and_what_computes_nothing_is_none(ne
     assert log == ["layer"] * times
 
 
+def test_reading_a_parametrized_weight_is_no_call(count, log):
+    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)))
+    count(model)
+    assert model[0].weight.shape == (3, 3)
+    assert log == []
+    model(X)
+    assert log == ["layer"]
+
+
+def test_layers_are_nested_in_the_order_of_their_names_of_which_each_has_one(net, count, log):
+    count(net, "outer", "outer")
+    count(net, "first", "inner")
+    count(net, "inner", "inner")
+    net(X)
+    assert log == ["outer", "inner"]
+
+
+def test_close_leaves_the_classes_as_they_were(net, interceptors, count):
+    classes = (nn.Module, Net, Mixin, nn.Linear, nn.Sequential)
+    before = [dict(vars(owner)) for owner in classes]
+    count(net)
+    assert "forward" in vars(Net)
+    assert vars(Net)["forward"] is not before[1]["forward"]
+    interceptors.close()
+    assert [dict(vars(owner)) for owner in classes] == before
+
+
+def test_submodule_set_up_after_its_parent_keeps_one_layer_a_call(net, count, log):
+    count(net, "net")
+    count(net.encoder, "encoder")
+    net(X)
+    net.encoder(X)
+    assert log == ["net", "encoder"]
+
+
 def test_function_compiled_during_a_run_forgets_the_layers_with_it(net):
     """torch.compile traces the layers into its graph, so it has to retrace after the run."""
 

@@ -72,6 +72,17 @@ def test_changes_compose():
     assert len(loader) == 2
 
 
+def test_loader_itself_is_not_changed_and_others_are_served_as_ever():
+    loader, other = DataLoader(Numbers(), batch_size=3), DataLoader(Numbers(), batch_size=3)
+    before = dict(vars(loader))
+    with changed(loader, Order([5])):
+        list(loader)
+        assert vars(loader) == before
+        assert type(loader) is DataLoader
+        assert len(list(other)) == len(other) == 2
+        assert len(list(pickle.loads(pickle.dumps(loader)))) == 2
+
+
 def test_latest_change_of_a_class_is_in_force_until_it_has_left_as_often_as_it_came_in_any_order():
     loader, one, other = DataLoader(Numbers(), collate_fn=list), Order([1]), Order([2])
     with ExitStack() as last:
@@ -88,6 +99,28 @@ def test_latest_change_of_a_class_is_in_force_until_it_has_left_as_often_as_it_c
             last.enter_context(changed(loader, other))
         assert list(loader) == [[2]]
     assert len(list(loader)) == 6
+
+
+def test_subclass_with_attributes_and_an_iter_and_a_length_of_its_own():
+    class Own(DataLoader):
+        def __init__(self, *, times):
+            self.times = times
+            super().__init__(Numbers(), collate_fn=list)
+
+        def __getstate__(self):
+            raise TypeError("cannot be pickled")
+
+        def __iter__(self):
+            for batch in super().__iter__():
+                yield batch * self.times
+
+        def __len__(self):
+            return super().__len__() * 100
+
+    loader = Own(times=2)
+    with changed(loader, Order([1])):
+        assert list(loader) == [[1, 1]]
+        assert len(loader) == 500
 
 
 def test_a_change_goes_with_its_loader_and_with_the_workers_that_it_has_kept():
@@ -131,6 +164,16 @@ def test_workers_of_an_earlier_iteration_are_the_loaders_own_and_stay():
     assert loader._iterator is iterator
     assert len(list(loader)) == 6
     del loader, iterator
+
+
+def test_persistent_workers_of_other_changes_are_not_used_again():
+    loader = DataLoader(Numbers(), collate_fn=list, num_workers=1, persistent_workers=True)
+    with changed(loader, Order([1])):
+        assert list(loader) == [[1]]
+        with changed(loader, Order([2])):
+            assert list(loader) == [[2]]
+        assert list(loader) == [[1]]
+        assert len(workers()) == 1
 
 
 def test_nothing_stays_where_the_run_fails():

@@ -169,6 +169,15 @@ def test_what_a_call_writes_into_containers_stays():
     assert items[1] == "over"
 
 
+def test_what_a_call_writes_into_a_substitute_reaches_the_original():
+    original = torch.ones(2)
+    substitution = Substitution(torch.clone)
+    substitution([original])
+    substitution([original])[0].sub_(3)
+    substitution.restore()
+    assert original.tolist() == [-2, -2]
+
+
 def test_substitutes_that_are_views_are_written_through_once():
     original = torch.ones(2, 3)
     substitution = Substitution(torch.t)

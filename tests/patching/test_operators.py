@@ -1,5 +1,9 @@
 """A kernel of torch's is replaced temporarily."""
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 
@@ -16,6 +20,10 @@ from nano_loop.patching.operators import (
 gets_kernels = pytest.mark.skipif(not gives_kernels(), reason="torch does not hand out its kernels")
 
 
+def sevens(tensor, p=0.5, *, generator=None):
+    return tensor.fill_(7)
+
+
 def plus_ten(original):
     return lambda keys, tensor, *args, **kwargs: original(keys, tensor, *args, **kwargs).add_(10)
 
@@ -26,6 +34,12 @@ def drawn():
 
 def is_plain():
     return drawn().max() <= 1
+
+
+def test_function_stands_in_until_the_context_is_left():
+    with overridden("bernoulli_.float", plainly(sevens), "CPU"):
+        assert drawn().tolist() == [7, 7, 7]
+    assert is_plain()
 
 
 @gets_kernels
@@ -41,6 +55,18 @@ def test_it_stays_until_the_last_user_has_left_and_torchs_kernel_is_taken_once()
     assert drawn().min() >= 10
     second.__exit__(None, None, None)
     assert is_plain()
+
+
+def test_first_override_of_a_process_warns_of_nothing():
+    script = """
+        import torch
+        from nano_loop.patching.operators import overridden, plainly
+        with overridden("bernoulli_.float", plainly(lambda tensor, *args, **kwargs: tensor.fill_(7)), "CPU"):
+            print(torch.empty(1).bernoulli_(0.5).item())
+    """
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert (run.stdout, run.stderr) == ("7.0\n", "")
 
 
 def under_autocast():

@@ -64,11 +64,26 @@ def test_functions_with_out_and_in_place_compute_in_fp32_too(compute):
     torch.testing.assert_close(inside, compute(X.bfloat16().float()))
 
 
+def test_autocast_goes_on_behind_it():
+    with cpu_autocast(torch.bfloat16):
+        with disable_casts():
+            assert F.linear(X, WEIGHT).dtype is torch.float32
+        assert F.linear(X, WEIGHT).dtype is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_state_is_put_back_after_an_exception():
     before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     with pytest.raises(ZeroDivisionError), disable_casts():
         raise ZeroDivisionError
     assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == before
+
+
+def test_it_may_be_nested():
+    with disable_casts():
+        with disable_casts():
+            pass
+        assert F.linear(X.bfloat16(), WEIGHT).dtype is torch.float32
 
 
 def test_writes_in_place_reach_the_tensor_itself():
@@ -85,6 +100,26 @@ def test_gradients_flow_through_it():
     with cpu_autocast(torch.bfloat16), disable_casts():
         F.linear(X.bfloat16(), weight).sum().backward()
     assert torch.equal(weight.grad, X.bfloat16().float().sum(0).expand(2, 4))
+
+
+def test_it_decorates_functions_and_methods():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.scored(self.layer(x))
+
+        @disable_casts()
+        def scored(self, hidden):
+            seen.append((hidden.dtype, self.layer(hidden).dtype))
+            return self.layer(hidden)
+
+    seen = []
+    train = nano(precision="bf16", verbose=False)(lambda model: model(X).sum().backward())
+    train(Model())
+    assert seen == [(torch.bfloat16, torch.float32)]
 
 
 @pytest.mark.parametrize("precision", [32, "bf16", "bf16-true"])

@@ -62,6 +62,17 @@ def test_images_are_nhwc_inside_and_as_the_caller_has_them_outside(step, make, a
     assert given.is_contiguous()
 
 
+def test_other_models_and_later_calls_are_not_touched(step):
+    model, other, x = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), torch.rand(2, 3, 6, 6)
+    made = step(ChannelsLast, channels_last=True)
+    made.apply(TrainingObjects([model]))
+    made.apply(TrainingObjects([model]))
+    assert other(x).is_contiguous()
+    made.undo()
+    made.interceptors.close()
+    assert model(x).is_contiguous()
+
+
 def test_view_that_is_wrong_in_any_layout_raises_what_torch_raises(step):
     step(ChannelsLast, channels_last=True).apply(TrainingObjects([nn.Conv2d(1, 1, 1)]))
     with pytest.raises(RuntimeError, match="invalid for input of size"):

@@ -3,8 +3,10 @@
 import re
 import sys
 from collections import namedtuple
+from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -244,6 +246,13 @@ def test_arrays_of_another_byte_order_are_fetched_by_the_default_loader(step, dt
     assert_same(epochs(loader), expected)
 
 
+def test_datasets_that_do_not_fit_together_have_the_default_loaders_error(fast):
+    data = ConcatDataset([torch.zeros(3, 2), torch.zeros(3, 4)])
+    loader = fast(DataLoader(data, 6))
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        next(iter(loader))
+
+
 def test_report_says_how_other_loaders_fetch(step, dataset):
     loaders = [DataLoader(dataset), DataLoader(OwnDataset()), DataLoader(dataset, num_workers=2)]
     said = step(FastFetch).apply(TrainingObjects(loaders=loaders))
@@ -345,6 +354,47 @@ def test_samples_of_other_datasets_are_collated_as_by_torch_or_have_its_errors(s
             assert_same(epochs(loader), expected)
 
 
+def doubled(values, *, collate_fn_map):
+    return [default_collate([*each]) * 2 for each in zip(*values, strict=True)]
+
+
+REGISTERED = {
+    "Tensor": (torch.Tensor, lambda values, *, collate_fn_map: torch.stack([*values]) * 2),
+    "ndarray": (np.ndarray, lambda values, *, collate_fn_map: torch.zeros(len(values))),
+    "tuple": (tuple, doubled),
+    "a base class of tuple": (Sequence, doubled),
+    "a class of the program's": (Mock, lambda values, *, collate_fn_map: None),
+}
+
+
+IN_ARRAYS = OfSamples(lambda i: ROWS[i])
+
+
+@pytest.mark.parametrize("when", ["before the set-up", "before the first epoch", "before the second", "in the second"])
+@pytest.mark.parametrize("kind", REGISTERED)
+def test_function_that_the_program_registers_at_any_time_collates(step, monkeypatch, kind, when):
+    data = IN_ARRAYS if kind == "ndarray" else TensorDataset(torch.rand(8, 3), torch.arange(8))
+
+    def batches(setup):
+        with monkeypatch.context() as patch:
+            made, loader, iterator = [], DataLoader(data, 4), None
+            for moment in ("before the set-up", "before the first epoch", "before the second", "in the second"):
+                if moment == when:
+                    patch.setitem(default_collate_fn_map, *REGISTERED[kind])
+                if moment == "before the set-up":
+                    setup(loader)
+                elif moment == "in the second":
+                    made += iterator
+                else:
+                    iterator = iter(loader)
+                    made += iterator if moment == "before the first epoch" else [next(iterator)]
+        return made
+
+    expected = batches(lambda loader: None)
+    found = batches(lambda loader: step(FastFetch).apply(TrainingObjects(loaders=[loader])))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["default_collate", "collate"])
 def test_function_in_the_place_of_torchs_collate_is_called(step, monkeypatch, dataset, name):
     loaders = [DataLoader(dataset, 4)]
@@ -357,7 +407,7 @@ def test_function_in_the_place_of_torchs_collate_is_called(step, monkeypatch, da
 
 
 def test_report_says_that_samples_are_collated_by_the_program(step, monkeypatch, dataset):
-    monkeypatch.setitem(default_collate_fn_map, tuple, lambda values, *, collate_fn_map: [*values])
+    monkeypatch.setitem(default_collate_fn_map, tuple, doubled)
     words = step(FastFetch).apply(TrainingObjects(loaders=[DataLoader(dataset, 4)]))
     assert "the program has registered a function with torch's collate" in words
 
@@ -606,6 +656,12 @@ def test_datasets_that_do_more_than_index_fetch_their_samples(step, dataset, kin
 def test_samples_of_other_classes_are_fetched_by_them(dataset, make):
     changes = _Fetching().attributes(DataLoader(make(dataset)))
     assert changes == {"collate_fn": collate}
+
+
+def test_tensors_replaced_in_the_dataset_are_seen(fast, dataset):
+    loader = fast(DataLoader(dataset, batch_size=4))
+    dataset.tensors = (torch.zeros(23, 1),)
+    assert torch.equal(next(iter(loader))[0], torch.zeros(4, 1))
 
 
 def test_writing_into_a_batch_reaches_neither_the_dataset_nor_other_rows(fast):

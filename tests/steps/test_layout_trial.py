@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import nano_loop
 from nano_loop import nano
 from nano_loop.steps import layout_trial
+from nano_loop.steps.channels_last import ChannelsLast
 from nano_loop.steps.layout_trial import LayoutTrial
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no bf16 instructions")
@@ -105,6 +106,15 @@ def test_first_step_draws_and_keeps_what_the_plain_one_does(takes):
     torch.testing.assert_close(after_a_step(accelerated), after_a_step(fit), rtol=0, atol=0)
 
 
+class SharedHead(Images):
+    """Its copies share the head."""
+
+    def __deepcopy__(self, memo):
+        duplicate = Images()
+        duplicate.head = self.head
+        return duplicate
+
+
 OUTSIDE = nn.Conv2d(3, 3, 1)
 
 
@@ -115,11 +125,13 @@ class Scaled(Images):
         return super().forward(OUTSIDE(x))
 
 
-def test_gradients_that_copies_reach_in_modules_of_the_loop_stay(takes):
+@pytest.mark.parametrize(("kind", "reached"), [(SharedHead, lambda model: model.head), (Scaled, lambda model: OUTSIDE)])
+def test_gradients_that_copies_reach_in_modules_of_the_loop_stay(takes, kind, reached):
     takes(2)
-    made, gradients, weight = parts(Scaled, steps=1), [], OUTSIDE.weight
+    made, gradients = parts(kind, steps=1), []
 
     def loop(model, optimizer, loader):
+        weight = reached(model).weight
         weight.grad = None
         for x, y in loader:
             nn.functional.cross_entropy(model(x), y).backward()
@@ -182,6 +194,16 @@ def test_guess_stays_without_a_backward():
                 model(x)
 
     assert "no step has followed a backward" in run(parts(), evaluate)[1].detail
+
+
+def test_deterministic_algorithms_and_compiled_models_are_not_timed(step):
+    for options, setting in (({"compile": True}, False), ({}, True)):
+        torch.use_deterministic_algorithms(setting)
+        try:
+            trial = LayoutTrial(Images(), step(ChannelsLast, channels_last="auto", **options).options, None)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert trial.recorded is None
 
 
 @pytest.mark.parametrize("after", [0, 2])

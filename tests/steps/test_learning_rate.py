@@ -87,6 +87,13 @@ def test_ratio_grows_from_one_to_the_number_of_ranks(ramped, taken, ratio):
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_report_says_how_far_and_how_long(step):
+    made = step(LearningRate, ranks=Alike(0, 2))
+    given = TrainingObjects(optimizers=[torch.optim.SGD([weight()], lr=0.1)])
+    assert made.skip_reason(given) is None
+    assert made.apply(given) == "ramps to 2× over 1,000 steps (auto_lr)"
+
+
 def test_first_step_is_the_users_to_the_bit_and_each_step_counts(ramped, monkeypatch):
     monkeypatch.setattr(learning_rate, "WARM_UP", 2)
     optimizer, one, made = ramped(None)

@@ -187,6 +187,15 @@ def test_encoder_with_a_padding_mask_is_evaluated_past_torch_s_fast_path(step, g
     assert not torch.is_autocast_enabled("cuda")
 
 
+def test_undoing_gives_fp32_back(step):
+    model = Net()
+    made = step(Precision, precision="bf16")
+    made.apply(TrainingObjects([model]))
+    made.interceptors.close()
+    model(X)
+    assert model.seen is torch.float32
+
+
 @pytest.mark.parametrize(("sets", "cost"), [(SLOW, "400 times"), ((*SLOW, "avx512bw"), "slower than fp32")])
 def test_cpu_without_the_instructions_is_warned_about_and_told_of_auto(step, machine, sets, cost):
     made = step(Precision, on=machine(instruction_sets=sets), precision="bf16")

@@ -49,3 +49,14 @@ def test_without_it_there_is_no_line_and_with_it_no_hook_more():
     assert timed(*parts(), 6) == train(*parts(), 6) == 1
     assert "step_time" not in str(train.report)
     assert fit(*parts(), 6) == 0
+
+
+def test_of_two_optimizers_the_first_is_timed():
+    @nano(step_time=True, verbose=False)
+    def train(first, second, both):
+        fit(first, both[0], 12, seconds=0.01)
+        fit(second, both[1], 12)
+
+    (first, one), (second, two) = parts(), parts()
+    train(first, second, [one, two])
+    assert float(train.report["step_time"].detail.split()[0]) >= 10

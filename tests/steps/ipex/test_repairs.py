@@ -1,5 +1,7 @@
 """Faulty kernels of IPEX are replaced by torch's: derivatives of norms, the mean over no dimension, autocast."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,6 +82,12 @@ def test_ahead_of_time_autograd_sees_the_derivative(loss):
     compiled = torch.compile(loss, backend="aot_eager")
     torch.testing.assert_close(gradient(compiled, x()), gradient(loss, x()))
     torch.compiler.reset()
+
+
+def test_backward_warns_of_nothing(loss):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradient(loss, x())
 
 
 @pytest.mark.parametrize("norm", NORMS)

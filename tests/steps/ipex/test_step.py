@@ -316,3 +316,6 @@ def test_encoder_layer_that_fails_when_it_is_packed_runs(training):
 
     found = run(model, torch.optim.AdamW(model.parameters()))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- several processes ---
