@@ -580,16 +580,8 @@ LOOPS = {
             padding,
         ),
         *(probabilities, accumulated_words, own_gradients, own_count, averages, evaluated_between, streamed),
-        *(
-            by_workers,
-            read_ahead,
-            cycled,
-            prefetched,
-            augmented,
-            dropout,
-            noisy_transformer,
-            noisy_transformer_of_equal_shares,
-        ),
+        *(by_workers, read_ahead, cycled, prefetched, trained_in_body, augmented, dropout, noisy_transformer),
+        noisy_transformer_of_equal_shares,
         *(noisy_lstm, noisy_lstm_of_equal_shares, gan, gan_of_equal_shares, sampling, checkpointed_dropout),
         *(checkpointed_dropout_reentrant, evaluated_alone),
     )
