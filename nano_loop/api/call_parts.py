@@ -31,7 +31,11 @@ _NAMESPACES = (SimpleNamespace, argparse.Namespace)
 
 
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, including defaults."""
+    """Return the arguments of a call by name, including defaults and those that a partial function adds."""
+    if isinstance(function, functools.partial):
+        passed, placeholder = iter(args), getattr(functools, "Placeholder", function)  # of Python 3.14
+        added = [next(passed, value) if value is placeholder else value for value in function.args]
+        return arguments_of(function.func, (*added, *passed), {**function.keywords, **kwargs})
     try:
         signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # some builtins have no signature
@@ -59,8 +63,12 @@ def parts_in(values: Mapping[str, Any], owner: Any = None) -> TrainingObjects | 
 
 
 def owner_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Return the object that a method is bound to; None for a plain function."""
-    return function.__self__ if inspect.ismethod(function) else arguments.get("self")
+    """Return the object that a method is bound to, or that is called; None for a plain function."""
+    if isinstance(function, functools.partial):
+        return owner_of(function.func, arguments)
+    if inspect.ismethod(function):
+        return function.__self__
+    return arguments.get("self") if inspect.isroutine(function) else function
 
 
 # --- self ---
@@ -100,10 +108,18 @@ def variables_around(function: Callable[..., Any]) -> dict[str, Any]:
 
     Functions of the same file that it uses are searched as well.
     """
-    start = inspect.unwrap(getattr(function, "__func__", function))
+    start = code_run_by(function)
     functions = walk([start] if isinstance(start, FunctionType) else [], _functions_around)
     around = [variable for reached in functions for variable in _around(reached).items()]
     return {name: value for name, value in around if _has_parts(value)}
+
+
+def code_run_by(function: Any) -> Any:
+    """Return the function that runs when a method, a partial function, a wrapper or another object is called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    return function if inspect.isroutine(function) else inspect.unwrap(type(function).__call__)
 
 
 def _has_parts(value: Any) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from typing_extensions import override
 
-from nano_loop.api.call_parts import arguments_of, owner_of, parts_in, variables_around
+from nano_loop.api.call_parts import arguments_of, code_run_by, owner_of, parts_in, variables_around
 from nano_loop.config.declarations import NanoDeclarations
 from nano_loop.config.options import Options
 from nano_loop.config.signatures import named, takes, with_options
@@ -18,9 +17,8 @@ from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.distributed.payload.code_reductions import is_sent_by_name
 from nano_loop.errors import NanoConfigError, error_message
-from nano_loop.runtime.objects.checks import check_loop
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport
-from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.runtime.objects.training_objects import TrainingObjects, check_loop
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 
@@ -179,10 +177,11 @@ def _parts_and_names(
     got = f"{_name(function)}({', '.join(arguments)})"
     if parts is None:
         raise NanoConfigError(_without_model(got, function))
-    if around and _starts_workers(settings.options) and is_sent_by_name(inspect.unwrap(function)):
+    code = code_run_by(function)
+    if around and _starts_workers(settings.options) and is_sent_by_name(code):
         got = f"{got} uses the global variable{'s' * (len(around) > 1)} {', '.join(around)}"
-        expected = f"worker processes import {function.__module__} again, and would train different objects"
-        advice = f"Pass them as arguments: def {function.__name__}({', '.join([*arguments, *around])})"
+        expected = f"worker processes import {code.__module__} again, and would train different objects"
+        advice = f"Pass them as arguments: def {code.__name__}({', '.join([*arguments, *around])})"
         raise NanoConfigError(error_message(got, expected, advice))
     return parts, {**arguments, **around, _name(function): function}
 

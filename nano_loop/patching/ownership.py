@@ -46,7 +46,7 @@ class ProductPolicy(Protocol):
 
 
 class Chooser(Protocol):
-    """Chooses among the algorithms for a call: `nano_loop.autotune.generation.Generation`."""
+    """Chooses among the algorithms for a call: `nano_loop.autotune.race.Generation`."""
 
     def algorithm(
         self,

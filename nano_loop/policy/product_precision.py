@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nano_loop.patching.objects.optimizers import called_before_steps, closure_of, requires_closure, with_closure
+from nano_loop.patching.optimizers import called_before_steps, closure_of, requires_closure, with_closure
 from nano_loop.patching.ownership import without_policy
 from nano_loop.patching.patch_table import shared_change
 

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 from typing_extensions import override
 
-from nano_loop.cpu import peak_memory, resident_memory
 from nano_loop.cpu.glibc import (
     MMAP_THRESHOLD,
     SETTINGS,
@@ -40,11 +39,6 @@ _LEFT = {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 64 << 20, TOP_PAD: 128 << 10}
 # between the blocks that each step frees, and fragment the heap: the peak of an LSTM's training was 1.24 times plain
 # torch's, and is 1.04. So large blocks are mapped separately.
 _FIRST = SETTINGS | {MMAP_THRESHOLD: 1 << 20}
-
-# After the first steps, blocks larger than this fraction of their memory are still mapped separately. If a few blocks
-# are most of the memory, such as the logits of a small LSTM, a heap without room for one grows by its size: the peak of
-# such a training was 1.6 times plain torch's. Blocks that glibc would not map stay in the heap.
-_LARGE = 1 / 8
 
 
 class Allocator(Step):
@@ -82,8 +76,7 @@ class Allocator(Step):
         self.undoing.enter_context(shared_change(_kept_memory, _kept_memory))
         if parts.optimizers:
             _set(_FIRST)
-            keep = partial(_keep, resident_memory() or 0)
-            self.undoing.callback(self.clock.in_steps(len(parts.optimizers), keep))
+            self.undoing.callback(self.clock.in_steps(len(parts.optimizers), partial(_set, SETTINGS)))
         return "glibc keeps freed memory"
 
 
@@ -91,12 +84,6 @@ def give_back() -> None:
     """Map large blocks separately from now on, as in the first steps: a limit leaves no room for kept memory."""
     if users(_kept_memory):
         _set(_FIRST)
-
-
-def _keep(before: int) -> None:
-    """Keep freed memory in the heap after the first steps, given the resident bytes before them."""
-    share = int(_LARGE * (peak_memory() - before))
-    _set(SETTINGS | {MMAP_THRESHOLD: min(max(share, _LEFT[MMAP_THRESHOLD]), SETTINGS[MMAP_THRESHOLD])})
 
 
 def _set(values: dict[int, int]) -> None:

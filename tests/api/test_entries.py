@@ -4,17 +4,15 @@ import functools
 import json
 import os
 import traceback
-from itertools import chain
 
 import pytest
 import torch
-from runtime.test_checks import NO_LOOPS, generate
+from entries import ENTRIES, EXPLICIT, InContext, Installed, Trains, decorated
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, fit, in_bf16, is_fused, loader, make, seeded  # noqa: F401 - a fixture
 
-import nano_loop
-from nano_loop import NanoConfigError, NanoError, SetupReport, TorchNano, accelerated, nano
+from nano_loop import NanoConfigError, NanoError, SetupReport, TorchNano, nano
 from nano_loop.config.declarations import DEFAULTS
 
 # Warnings about CPUs without bf16 instructions are covered by other tests.
@@ -22,61 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning
 
 #: The beginnings of lines that list several steps.
 IDLE = ("  nothing to do: ", "  too small to gain: ", "  for bf16: ", "  for bf16 and fp32: ")
-
-
-def decorated(loop, **options):
-    return nano(**options)(loop)
-
-
-class Trains(TorchNano):
-    """Sets up its arguments, and runs a loop over them."""
-
-    def __init__(self, loop, **options):
-        super().__init__(**options)
-        self.loop = loop
-
-    def train(self, *parts):
-        for each in zip(*parts, strict=True) if type(parts[0]) is list else [parts]:
-            self.setup(*each)
-        return self.loop(*parts)
-
-    def __call__(self, *parts):
-        return self.train(*parts)
-
-
-class InContext:
-    """Runs a loop in the body of a `with` statement."""
-
-    report = None
-
-    def __init__(self, loop, **options):
-        self.loop, self.options = loop, options
-
-    def taken(self, model, optimizers, *loaders):
-        if type(model) is list:  # with a list of optimizers for each
-            return model, [*chain.from_iterable(optimizers)], *loaders[0]
-        return model, optimizers, *loaders
-
-    def __call__(self, *parts):
-        with accelerated(*self.taken(*parts), **self.options) as run:
-            self.report = run.report
-            return self.loop(*parts)
-
-
-class Installed(InContext):
-    """Runs a loop without any reference to nano_loop, which is installed."""
-
-    def __call__(self, *parts):
-        nano_loop.install(**self.options)
-        try:
-            return self.loop(*parts)
-        finally:
-            self.report = nano_loop.report()
-            nano_loop.uninstall()
-
-
-EXPLICIT = pytest.mark.parametrize("entry", [decorated, Trains, InContext])
-ENTRIES = pytest.mark.parametrize("entry", [decorated, Trains, InContext, Installed])
 
 
 def state(model, optimizer, *_):
@@ -302,21 +245,49 @@ def test_report_is_printed_once_to_standard_error_and_again_for_other_objects(en
 # --- arguments that are not a loop ---
 
 
+def generate():
+    yield
+
+
+async def wait():
+    """Do nothing, asynchronously."""
+
+
+async def generate_later():
+    yield
+
+
+class Generates:
+    def __call__(self):
+        yield
+
+
+#: What has not trained when its call returns, or cannot be called at all, and how the error names it.
+NO_LOOPS = [
+    ("a class", Net),
+    *(("a generator function", each) for each in (generate, functools.partial(generate), Generates())),
+    ("a generator function", classmethod(generate)),
+    *(("an async function", each) for each in (wait, functools.partial(wait))),
+    ("an async generator function", generate_later),
+    ("a str", "train"),
+    ("a NoneType", None),
+    ("a int", 3),
+    ("a model", nn.Linear(1, 1)),
+]
 DEFINE = {
     "bare": nano,
     "empty": nano(),
     "options": nano(precision="bf16"),
     "class": lambda train: type("Mine", (TorchNano,), {"train": train}),
 }
-WRONG = [*NO_LOOPS.items(), ("a int", 3), ("a generator function", functools.partial(generate))]
 
 
-@pytest.mark.parametrize(("kind", "train"), WRONG)
+@pytest.mark.parametrize(("told", "train"), NO_LOOPS)
 @pytest.mark.parametrize("way", DEFINE)
-def test_what_cannot_train_is_told_when_it_is_defined(way, kind, train):
+def test_what_cannot_train_is_told_when_it_is_defined(way, told, train):
     if way == "bare" and not callable(train):
         return  # it is interpreted as the number of processes
-    told = "a generator function" if isinstance(train, classmethod) else kind
     with pytest.raises(NanoConfigError, match=rf"is {told}: .+ plain function") as caught:
         DEFINE[way](train)
     assert str(caught.value).startswith("Mine.train is ") == (way == "class")
+    assert ("yield" in str(caught.value)) == (told == "a generator function")

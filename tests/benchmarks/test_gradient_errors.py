@@ -4,12 +4,13 @@ import pytest
 
 from benchmarks import gradient_errors
 from nano_loop.kernels.linear import product
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
-
-@pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     product.KERNEL.unavailable is not None or not gives_kernels(), reason=f"{product.KERNEL.unavailable}, or torch 2.8"
 )
+
+
 @pytest.mark.parametrize("name", gradient_errors.MODELS)
 def test_errors_are_at_most_four_fifths_of_autocast_s(name):
     rms = gradient_errors.compared(name, seeds=3)
@@ -19,9 +20,6 @@ def test_errors_are_at_most_four_fifths_of_autocast_s(name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    product.KERNEL.unavailable is not None or not gives_kernels(), reason=f"{product.KERNEL.unavailable}, or torch 2.8"
-)
 @pytest.mark.parametrize("name", gradient_errors.SHARES)
 def test_most_multiplications_of_large_models_are_in_bf16(name):
     assert 0.95 <= gradient_errors.share_in_bf16(name) < 1.01

@@ -11,7 +11,7 @@ import pytest
 
 from nano_loop.cli import SHAPE
 from nano_loop.cli.main import main
-from nano_loop.config.exports import EXPORTS, Exports
+from nano_loop.config.environment import EXPORTS, Exports
 from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, is_glibc, libraries_in
 
 ROOT = Path(__file__).parents[2]
@@ -137,23 +137,3 @@ def test_json_has_the_changes(without, capsys):
     without.setenv(EXPORTS, changes[EXPORTS])
     assert main(["env", "--undo", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["changes"] == {EXPORTS: None}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "note", "words"),
-    [
-        (["--jemalloc", "--tcmalloc"], None, "a process has one allocator"),
-        (["--undo", "--jemalloc"], None, "--undo restores everything"),
-        (["--shell", "fish"], None, "--shell: it was removed: the lines are for POSIX shells. Omit it"),
-        *((arguments, "nonsense", f"nano-loop: {EXPORTS} is damaged: ") for arguments in ([], ["--undo"])),
-    ],
-    ids=str,
-)
-def test_bad_input_is_refused_in_one_line(without, arguments, note, words, capsys):
-    if note is not None:
-        without.setenv(EXPORTS, note)
-    assert main(["env", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert words in err
-    assert err.count("\n") == 1

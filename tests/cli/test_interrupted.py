@@ -10,21 +10,10 @@ from pathlib import Path
 import pytest
 from marked import MARK, processes_with
 
-LOOP = """
-import time, torch, nano_loop
+from cli.loops import looped
 
-@nano_loop.nano(num_threads=1, verbose=False)
-def train(model, optimizer, batches):
-    while True:
-        for x in batches:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-            time.sleep(0.2)
-
-model = torch.nn.Linear(8, 1)
-train(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.rand(4, 8)] * 3)
-"""
+#: Trains until it is ended.
+SCRIPT = looped("(time.sleep(0.2) or torch.rand(4, 8) for _ in iter(int, 1))")
 #: Processes of a command: its own, and the script's.
 EXPECTED = 2
 
@@ -39,7 +28,7 @@ def wait_until(condition, seconds):
 @pytest.fixture
 def started(tmp_path):
     """Return a function that starts a command on a script, waits for its processes, and returns both."""
-    (tmp_path / "train.py").write_text(LOOP)
+    (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "tmp").mkdir()
 
     def start(command):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from nano_loop.cpu import format_cpu_list, partition, read_machine
-from nano_loop.cpu.cpu_list import parse_cpu_list
+from nano_loop.cpu import format_cpu_list, given_shares, partition, process_counts, read_machine
 from nano_loop.cpu.reading import Host
+from nano_loop.cpu.tree import parse_cpu_list
 
 from .recording import MACHINES, built, unpack, write_all
 from .test_reading import assert_consistent
@@ -43,9 +43,9 @@ def in_order(cpus):
     return format_cpu_list(cpus) if list(cpus) == sorted(cpus) else ",".join(map(str, cpus))
 
 
-def shares_of(machine, count):
-    """Return a share as its computing CPUs and, if they differ, its loading CPUs."""
-    shares = [[share.cpus, share.loader_cpus] for share in partition(machine, count)]
+def texts_of(shares):
+    """Return each share as its computing CPUs and, if they differ, its loading CPUs."""
+    shares = [[share.cpus, share.loader_cpus] for share in shares]
     return [" + ".join(map(in_order, share[: 1 + (share[0] != share[1])])) for share in shares]
 
 
@@ -66,7 +66,10 @@ def test_machine_is_read(tmp_path, case):
     machine, found = made(case, tmp_path), dict(case["found"])
     assert_consistent(machine)
     for count, shares in found.pop("shares", {}).items():
-        assert shares_of(machine, int(count)) == shares
+        assert texts_of(partition(machine, int(count))) == shares
+    for lists, shares in found.pop("given", ()):
+        assert texts_of(given_shares(machine, lists)) == shares
+    assert found.pop("counts", None) in (None, [*process_counts(machine)])
     for number, pattern in enumerate(found.pop("unneeded", ())):
         without = made({**case, "without": [f"{CPUS}/cpu*/{pattern}"]}, tmp_path / str(number))
         assert (without.logical_cpus, without.physical_cores) == (machine.logical_cpus, machine.physical_cores)
@@ -85,5 +88,7 @@ def test_quota_is_a_share_of_its_period(tmp_path, files, text, quota):
 
 
 @pytest.mark.parametrize("case", BUILT, ids=str)
-def test_shares_straddle_no_boundary_that_they_can_avoid(case):
-    assert shares_of(built(case["caches"], case.get("quota")), len(case["shares"])) == case["shares"]
+def test_shares_straddle_no_boundary_that_they_can_avoid_and_counts_fill_each_node(case):
+    machine = built(case["caches"], case.get("quota"))
+    assert "shares" not in case or texts_of(partition(machine, len(case["shares"]))) == case["shares"]
+    assert "counts" not in case or process_counts(machine) == tuple(case["counts"])

@@ -43,31 +43,6 @@ def test_more_processes_than_cores_are_refused_with_the_numbers(machine, message
     assert str(caught.value) == message
 
 
-# --- useful numbers of processes ---
-
-
-@pytest.mark.parametrize(
-    ("machine", "counts"),
-    [
-        (built([[2]]), (1, 2)),
-        (built([[32]]), (1, 2, 4, 8, 16, 32)),
-        (built([[8] * 4, [8] * 4]), (1, 2, 4, 8, 16, 32, 64)),
-        (built([[7]]), (1, 7)),
-        (built([[12]]), (1, 2, 4, 12)),
-        (built([[8], [4]]), (1, 3, 6, 12)),  # four cores per process, two, one
-        (built([[16]], quota=6.5), (1, 2, 6)),
-        (built([[1]]), (1,)),
-        ("epyc_9v74_azure", (1, 2, 4, 8, 16)),
-        ("xeon_4309y_two_sockets", (1, 2, 4, 8, 16)),
-        ("core_i7_1260p", (1, 2, 4)),  # of its performance cores
-        ("graviton3", (1, 2, 4, 8, 16)),
-    ],
-    ids=str,
-)
-def test_counts_are_those_that_fill_each_node(recorded, machine, counts):
-    assert process_counts(read_machine(recorded(machine)) if isinstance(machine, str) else machine) == counts
-
-
 # --- any machine ---
 
 
@@ -150,23 +125,6 @@ def test_no_share_straddles_where_any_placement_of_this_size_would_not(machine, 
 
 
 # --- the user's own lists ---
-
-
-@pytest.mark.parametrize(
-    ("lists", "shares"),
-    [
-        # One thread of each core: the idle siblings load.
-        (((0, 1), (2, 3)), (Share((0, 1), (16, 17)), Share((2, 3), (18, 19)))),
-        # Both threads: the first one listed computes.
-        (((16, 0, 1),), (Share((16, 1), (0,)),)),
-        (((0, 1, 16, 17),), (Share((0, 1), (16, 17)),)),
-        # A sibling claimed by another list does not load.
-        (((0, 1), (16,)), (Share((0, 1), (17,)), Share((16,), (16,)))),
-        (((3, 0, 3, 0),), (Share((0, 3), (16, 19)),)),
-    ],
-)
-def test_the_users_lists_become_shares(recorded, lists, shares):
-    assert given_shares(read_machine(recorded("xeon_4309y_two_sockets")), lists) == shares
 
 
 def test_siblings_that_are_not_allowed_do_not_load(recorded):

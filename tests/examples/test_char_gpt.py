@@ -59,14 +59,6 @@ def test_a_killed_run_that_either_resumes_ends_as_an_uninterrupted_one(
     assert resumed["loss"] == pytest.approx(uninterrupted[saved_by]["loss"], rel=accuracy)
 
 
-@pytest.mark.slow  # tests/examples/test_digits.py covers bf16
-def test_bf16_trains_as_plain_does(uninterrupted, tmp_path):
-    without_dropout = (*TINY, "--steps", STEPS)
-    plain = results("char_gpt.py", "--plain", *without_dropout, folder=tmp_path)
-    accelerated = results("char_gpt.py", "--precision", "bf16", *without_dropout, folder=tmp_path)
-    assert accelerated["loss"] == pytest.approx(plain["loss"], rel=0.01)
-
-
 @pytest.mark.slow  # it needs the checkpoints of the slow tests
 def test_a_run_of_other_settings_is_not_resumed(checkpoints):
     process = run("char_gpt.py", "--plain", *LONG, "--lr", 0.5, "--checkpoint", checkpoints["plain"], "--resume")

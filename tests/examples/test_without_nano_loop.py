@@ -6,28 +6,15 @@ import sys
 from .running import EXAMPLES, REFUSING, environment
 
 SCRIPTS = {
-    "digits.py": ["--width", "8", "--epochs", "1"],
-    "char_gpt.py": [
-        "--layers",
-        "1",
-        "--heads",
-        "2",
-        "--width",
-        "32",
-        "--context",
-        "32",
-        "--batch-size",
-        "4",
-        "--steps",
-        "2",
-    ],
-    "load_forecast.py": ["--epochs", "1", "--width", "16"],
-    "tabular_transformer.py": ["--epochs", "1", "--width", "32"],
-    "cartpole_ppo.py": ["--updates", "1", "--carts", "16", "--width", "32"],
+    "digits.py": "--width 8 --epochs 1",
+    "char_gpt.py": "--layers 1 --heads 2 --width 32 --context 32 --batch-size 4 --steps 2",
+    "load_forecast.py": "--epochs 1 --width 16",
+    "tabular_transformer.py": "--epochs 1 --width 32",
+    "cartpole_ppo.py": "--updates 1 --carts 16 --width 32",
 }
 ALL = """
 for name, arguments in SCRIPTS.items():
-    sys.argv = [f"{FOLDER}/{name}", *arguments]
+    sys.argv = [f"{FOLDER}/{name}", *arguments.split()]
     sys.path[0] = FOLDER
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -15,7 +15,7 @@ from kernels.heads import WORDS, Language, batch, model_of, small_heads
 from nano_loop import accelerated, nano
 from nano_loop.kernels.head import head
 from nano_loop.kernels.head.logits import LazyLogits
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -276,6 +276,24 @@ def test_losses_that_are_kept_hold_nothing_of_the_head():
         for loss in losses:
             loss.backward()
         assert not head.noted().heads
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_logits_that_are_read_after_a_write_by_data_are_what_they_were(name, is_frozen):
+    def trained(model):
+        words, targets = batch()
+        model.head.requires_grad_(not is_frozen)
+        logits = model(words)
+        nano_gpt(logits, targets).backward()
+        getattr(model.head, name).data.mul_(2)
+        return logits.argmax(-1), logits.detach()[0].clone()
+
+    expected, model = trained(model_of()), model_of()
+    with accelerated(model, verbose=False):
+        found = trained(model)
+        assert type(model.head.weight.data) is torch.Tensor
+    torch.testing.assert_close(found, expected)
 
 
 def test_weight_that_is_written_before_the_logits_are_read_is_an_error():

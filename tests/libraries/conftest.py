@@ -9,11 +9,8 @@ from benchmarks.libraries.programs import seed
 #: The programs that this environment supports.
 HERE = [name for name, program in PROGRAMS.items() if torch.__version__.startswith(program.torch)]
 # The requirements of these are in the other environment.
-collect_ignore = (
-    ["test_fastai_optimizers.py"]
-    if "skorch" in HERE
-    else ["test_keras.py", "test_peft.py", "test_scripts.py", "test_strategy.py", "test_tutorial.py"]
-)
+OF_2_13 = ["test_keras.py", "test_peft.py", "test_scripts.py", "test_strategy.py", "test_tutorial.py"]
+collect_ignore = [] if "skorch" in HERE else OF_2_13
 
 
 def pytest_collection_modifyitems(items):

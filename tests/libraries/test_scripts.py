@@ -5,10 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
+from scripts.snippets import in_a_notebook
 
 ROOT = Path(__file__).parents[2]
 INSTALL = "import nano_loop\n\nnano_loop.install(exact=True)\n"
@@ -54,15 +53,6 @@ def started(folder, arguments):
     return torch.load(folder / "weights.pt"), done.stderr
 
 
-def in_a_notebook(folder, cells):
-    """Do the same in a notebook."""
-    cells = [f"import sys\nsys.argv = ['', {str(folder / 'weights.pt')!r}]", *cells]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(folder)}}).execute()
-    outputs = [output for cell in notebook.cells for output in cell.outputs if output.get("output_type") == "stream"]
-    return torch.load(folder / "weights.pt"), "".join(output.text for output in outputs)
-
-
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
     """By script, a folder with the script and a copy with `install` at its top, and the weights of the original."""
@@ -83,7 +73,9 @@ def scripts(tmp_path_factory):
 def test_weights_are_those_of_the_script_alone(script, start, scripts):
     folder, plain = scripts[script]
     if start == "notebook":
-        weights, printed = in_a_notebook(folder, [INSTALL, (folder / "train.py").read_text()])
+        arguments = f"import sys\nsys.argv = ['', {str(folder / 'weights.pt')!r}]"
+        printed = "\n".join(in_a_notebook([arguments, INSTALL, (folder / "train.py").read_text()], folder))
+        weights = torch.load(folder / "weights.pt")
     else:
         weights, printed = started(folder, STARTS[start])
     assert "Sequential, trained by Adam" in printed

@@ -1,10 +1,13 @@
 """Products that round their inputs to bf16 or fp16, as a user would write it around the calls into a model."""
 
 import math
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+
+from nano_loop.kernels.attention import blocked_attention
 
 LINEAR = {F.linear, torch.nn.functional.linear}
 MATRICES = {torch.mm, torch.bmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm}
@@ -62,7 +65,26 @@ class RoundedProducts(TorchFunctionMode):
             return self._with_bias(function, *args, **kwargs)
         if function is torch.lstm and len(args) == _ARGUMENTS and self.dtype is torch.bfloat16:  # equal lengths
             return self._lstm(*args)
+        if self.dtype is torch.bfloat16 and blocked_attention.KERNEL.unavailable is None:
+            if function is F.scaled_dot_product_attention:
+                return self._attention(*args, **kwargs)
+            if function is F.multi_head_attention_forward:  # it calls attention itself if no mode is asked
+                with self, patch.object(F, "has_torch_function", lambda _: False):
+                    return function(*args, **kwargs)
         return function(*args, **kwargs)
+
+    def _attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False):
+        """Return attention by products of rounded inputs, as the kernel in C computes it."""
+        scores = self._gradient(self._rounded(query) @ self._rounded(key).mT) / math.sqrt(query.size(-1))
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None:
+            is_bool = attn_mask.dtype is torch.bool
+            scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
+        weights = scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0)  # as torch's attention
+        weights = F.dropout(weights, dropout_p) if dropout_p else weights
+        result = self._gradient(self._rounded(weights) @ self._rounded(value))
+        return result.transpose(-3, -2).contiguous().transpose(-3, -2)  # torch's layout
 
     def _with_bias(self, function, x, weight, bias=None, *args, **kwargs):
         """Round only NHWC images to bf16, including the sums. The bias is not rounded."""
@@ -97,7 +119,8 @@ class RoundedProducts(TorchFunctionMode):
                 hiddens.append(hidden)
             out = hiddens
             last.append((hidden, cell))
-        return torch.stack(out, int(batch_first)), *map(torch.stack, zip(*last, strict=True))
+        result = torch.stack(out)
+        return result.transpose(0, 1) if batch_first else result, *map(torch.stack, zip(*last, strict=True))
 
     def _rounded(self, x):
         return Rounded.apply(x, self.dtype) if isinstance(x, torch.Tensor) and x.dtype is torch.float32 else x

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from entries import EXPLICIT
 from lightning_fabric import Fabric
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -16,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, is_fused
 
 import nano_loop
-from nano_loop import NanoConfigError, NanoWarning, TorchNano, accelerated, nano
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop import NanoConfigError, NanoWarning, accelerated, nano
+from nano_loop.patching.operators import gives_kernels
 
 X, Y = torch.randn(12, 3), torch.randn(12, 2)
 EXACT = {"verbose": False, "exact": True}
@@ -333,18 +334,6 @@ def test_new_optimizer_of_a_model_is_set_up_with_it(install):
     assert set(net.seen) == {torch.bfloat16}
 
 
-def test_gradients_alone_are_no_training():
-    net, others = Net(), nn.Linear(2, 2)
-
-    def attack():
-        for _ in range(12):
-            others(net(X)).sum().backward()
-
-    with pytest.warns(NanoWarning, match="has set nothing up"), accelerated(precision="bf16", verbose=False):
-        attack()
-    assert set(net.seen) == {torch.float32}
-
-
 class Head(nn.Linear):
     """A module without submodules, whose parent would be visible."""
 
@@ -468,30 +457,11 @@ def test_models_are_traced_scripted_and_exported_as_they_are(install, is_set_up)
 # --- explicit use, and models trained by others ---
 
 
-class Explicit(TorchNano):
-    def train(self, net, optimizer):
-        self.setup(net, optimizer)
-        fit(net, optimizer, 2)
-
-
-def by_decorator(net, optimizer):
-    nano(verbose=False)(fit)(net, optimizer, 2)
-
-
-def by_class(net, optimizer):
-    Explicit(verbose=False).train(net, optimizer)
-
-
-def by_context(net, optimizer):
-    with accelerated(net, optimizer, verbose=False):
-        fit(net, optimizer, 2)
-
-
-@pytest.mark.parametrize("explicit", [by_decorator, by_class, by_context])
-def test_explicit_runs_have_their_own_options(install, explicit):
+@EXPLICIT
+def test_explicit_runs_have_their_own_options(install, entry):
     install(precision="bf16")
     net = Net()
-    explicit(net, adam(net))
+    entry(fit, verbose=False)(net, adam(net))
     assert set(net.seen) == {torch.float32}
     assert nano_loop.report() is None
 
@@ -590,10 +560,22 @@ def test_option_that_cannot_be_applied_is_an_error_where_it_is_met(install):
 # --- `accelerated` with objects of its body ---
 
 
-def test_block_that_trains_nothing_warns_by_its_line():
-    with pytest.warns(NanoWarning, match="has set nothing up") as caught, accelerated(verbose=False):
-        Net()(X)
+def predict(net):
+    net(X)
+
+
+def attack(net):
+    for _ in range(12):  # gradients alone are no training
+        nn.Linear(2, 2)(net(X)).sum().backward()
+
+
+@pytest.mark.parametrize("body", [predict, attack])
+def test_block_that_trains_nothing_warns_by_its_line(body):
+    net = Net()
+    with pytest.warns(NanoWarning, match="has set nothing up") as caught, accelerated(precision="bf16", verbose=False):
+        body(net)
     assert [warning.filename for warning in caught] == [__file__]
+    assert set(net.seen) == {torch.float32}
 
 
 def test_block_with_a_model_sets_up_its_optimizers_and_loaders():

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nano_loop import NanoConfigError
-from nano_loop.runtime.objects.checks import check_kinds, check_loop
+from nano_loop.runtime.objects.training_objects import check_kinds, check_loop
 
 
 def generate():

@@ -83,23 +83,6 @@ def test_arguments_pass_from_one_function_to_the_next(clock):
     assert calls == ["outer", "inner"]
 
 
-def test_lbfgs_calls_its_closure_often_and_steps_once(clock, told):
-    parameter, calls = nn.Parameter(torch.tensor([3.0, -2.0])), []
-    optimizer = torch.optim.LBFGS([parameter], max_iter=4)
-    clock.add([optimizer])
-
-    def closure():
-        optimizer.zero_grad()
-        loss = parameter.square().square().sum()
-        loss.backward()
-        calls.append(1)
-        return loss
-
-    optimizer.step(closure)
-    assert len(calls) > 2
-    assert [what for what, *_ in told] == ["before", "after"]
-
-
 class OwnStep(torch.optim.SGD):
     """Calls the base class's step, whose hooks torch also calls once an SGD exists."""
 
@@ -130,18 +113,6 @@ def test_step_that_raises_does_not_count_and_the_next_one_does(clock, told):
     optimizer.step()
     assert [what for what, *_ in told] == ["before", "before", "after"]
     assert clock.steps == 1
-
-
-def test_step_that_a_scaler_skips_is_none(clock, told):
-    optimizer, scaler = made(), torch.amp.GradScaler("cpu", init_scale=2.0)
-    clock.add([optimizer])
-    for gradient in (1.0, float("inf"), 1.0):
-        (optimizer.param_groups[0]["params"][0] * gradient).sum().backward(inputs=optimizer.param_groups[0]["params"])
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert clock.steps == 2
 
 
 def test_steps_of_other_threads_are_told_and_not_counted(clock, told):

@@ -30,7 +30,7 @@ from torch.utils.data import (
 from torch.utils.data._utils import collate as collate_of_torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from nano_loop.data.collate import collate
+from nano_loop.data.whole_batches import collate
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.fast_fetch import FastFetch, _Fetching
 
@@ -235,6 +235,15 @@ def test_batches_of_tensors_arrays_and_containers_are_the_default_loaders(step, 
     assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == WHOLE
     with nullcontext() if type(data) in (np.ndarray, torch.Tensor) else only_whole_batches(type(data)):
         assert_same(epochs(loader), expected)
+
+
+@pytest.mark.parametrize("dtype", [">i4", ">f8"])
+def test_arrays_of_another_byte_order_are_fetched_by_the_default_loader(step, dtype):
+    data = StackDataset(torch.rand(23, 4), np.arange(23).astype(dtype))
+    expected = epochs(DataLoader(data, 4, shuffle=True))
+    loader = DataLoader(data, 4, shuffle=True)
+    assert "ndarray" in step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    assert_same(epochs(loader), expected)
 
 
 def test_datasets_that_do_not_fit_together_have_the_default_loaders_error(fast):

@@ -21,7 +21,7 @@ from nano_loop.kernels.attention.blocked_attention import Inputs
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.override import COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
-from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.operators import Kernel
 from nano_loop.patching.torch_private import FLASH_KERNEL
 from nano_loop.policy import product_precision
 from nano_loop.policy.product_precision import ATTENTION

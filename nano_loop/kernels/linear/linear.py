@@ -17,7 +17,7 @@ from nano_loop.kernels.linear import fp32_product, product
 from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.kernels.override import BF16, COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
-from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.operators import Kernel
 from nano_loop.policy import product_precision
 from nano_loop.policy.product_precision import PRODUCT
 

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
-from nano_loop.patching.members import buffers_of, parameters_of
+from nano_loop.patching.members import buffers_of, parameters_of, shaped
 from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.optimizers import held_by
 from nano_loop.patching.torch_private import users_of_storage
 
 
@@ -61,7 +63,15 @@ class Conversion:
         """Convert the fp32 state of an optimizer, except scalars such as step counters."""
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = True
-            _cast_state(optimizer, torch.float32, self.dtype)
+            _cast_state(optimizer, torch.float32, lambda parameter: self.dtype)
+
+    def note_state(self, optimizer: Optimizer) -> None:
+        """Convert the state of an optimizer back later if it trains the models."""
+        if optimizer in self._optimizers:
+            return
+        trained = set(map(id, held_by(optimizer)))
+        if any(id(tensor) in trained for model in [*self._models] for tensor in parameters_of(model)):
+            self._optimizers[optimizer] = True
 
     @torch.inference_mode(False)
     def restore(self) -> None:
@@ -79,21 +89,30 @@ class Conversion:
                 memory.copy_(tensor.data)  # visible to the program or another process through another tensor
                 tensor.data = memory
         for optimizer in [*self._optimizers]:
-            _cast_state(optimizer, self.dtype, torch.float32)
+            _cast_state(optimizer, self.dtype, _dtype_of_state)
         self._ending.close()
         for collection in (self._models, self._optimizers):
             collection.clear()
 
 
 @torch.inference_mode(False)
-def _cast_state(optimizer: Optimizer, before: torch.dtype, after: torch.dtype) -> None:
-    def converted(value: Tensor) -> Tensor:
-        return value.to(after) if value.dtype is before and value.dim() else value
-
+def _cast_state(optimizer: Optimizer, before: torch.dtype, after: Callable[[Any], torch.dtype]) -> None:
+    """Cast the state of each parameter with one dtype to another, which is that for the parameter."""
     everything: dict[Any, Any] = dict(optimizer.state)  # a user's optimizer may store anything in it
-    for state in everything.values():
+    for parameter, state in everything.items():
         if isinstance(state, dict):
-            state.update(map_tensors(converted, state))
+            dtype = after(parameter)
+            state.update(map_tensors(partial(_cast_from, before, dtype), state))
+
+
+def _cast_from(before: torch.dtype, after: torch.dtype, value: Tensor) -> Tensor:
+    return value.to(after) if value.dtype is before and value.dim() else value
+
+
+def _dtype_of_state(parameter: Any) -> torch.dtype:
+    """Return the dtype of a parameter, which may be the run's before it and after it, or else fp32."""
+    is_floating = isinstance(parameter, Tensor) and parameter.is_floating_point()
+    return parameter.dtype if is_floating else torch.float32
 
 
 @torch.inference_mode(False)  # tensors created in a caller's inference mode cannot be trained later
@@ -138,5 +157,5 @@ def _address(tensor: Tensor) -> int:
 
 
 def _floating(model: nn.Module) -> list[Tensor]:
-    tensors = itertools.chain(parameters_of(model), buffers_of(model))
+    tensors = shaped(itertools.chain(parameters_of(model), buffers_of(model)))
     return [tensor for tensor in tensors if tensor.is_floating_point()]

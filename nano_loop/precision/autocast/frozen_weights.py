@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.kernels.narrow_weight import NarrowWeight
-from nano_loop.patching.members import parameters_of
-from nano_loop.patching.operators.operators import ruled
+from nano_loop.patching.members import has_shape, parameters_of
+from nano_loop.patching.operators import ruled
 from nano_loop.patching.ownership import OperatorRule
 from nano_loop.patching.patch_table import shared_change
 from nano_loop.patching.torch_private import has_saved_tensor_hooks, in_dispatch_mode, in_functorch
@@ -38,6 +38,7 @@ def is_frozen(weight: object) -> bool:
         and weight.dtype is torch.float32
         and weight.is_cpu
         and weight.layout is torch.strided
+        and has_shape(weight)
         and weight.numel() >= FEWEST
         and not weight.is_inference()
     )

@@ -80,14 +80,6 @@ def test_bf16_trains_as_the_trainers_own_bf16_does(plain, tmp_path):
     assert all(each.dtype is torch.float32 for each in ours.model.parameters())
 
 
-def test_an_optimizer_that_the_trainer_has_made_is_set_up_too(plain, tmp_path):
-    trained = trainer(tmp_path, optim="adamw_torch")
-    with nano_loop.accelerated(trained.model, trained.create_optimizer(), verbose=False) as run:
-        trained.train()
-    assert "fused_optimizer" in run.report.applied
-    assert logged(trained) == pytest.approx(logged(plain), rel=1e-4)
-
-
 def test_checkpoints_are_exchanged_in_both_directions(plain, tmp_path):
     continued = trainer(tmp_path)
     with nano_loop.accelerated(continued.model, exact=True, verbose=False):

@@ -50,15 +50,10 @@ def test_wrong_arguments_are_named(arguments, words):
         Trainer(**QUIET, **arguments)
 
 
-@pytest.mark.parametrize("shares", [[[0], [1]], ((0,), (1,)), 1])
-def test_cpus_of_each_process_are_given_as_lists_or_as_their_number(shares):
-    defaults = {"algorithms": None, "use_hpo": False}  # BigDL-Nano's
-    trainer = Trainer(num_processes=2, cpu_for_each_process=shares, **defaults, **QUIET)
-    assert trainer.num_devices == 2
-
-
 def test_options_are_read_only_attributes():
-    trainer = Trainer(2, channels_last=True, auto_lr=False, cpu_for_each_process=1, precision="bf16", **QUIET)
+    defaults = {"algorithms": None, "use_hpo": False, **QUIET}  # BigDL-Nano's
+    trainer = Trainer(2, channels_last=True, auto_lr=False, cpu_for_each_process=1, precision="bf16", **defaults)
+    assert trainer.num_devices == 2
     values = {
         "num_processes": 2,
         "use_ipex": False,
@@ -77,6 +72,11 @@ def test_auto_precision_rounds_products_and_others_are_lightnings():
     _, trainer = fitted(Trainer, Regression(), precision="auto", **NANO)
     assert (trainer.precision, trainer.report.options["precision"]) == ("bf16-products", "bf16-products")
     assert Trainer(**QUIET, precision="64-true").precision == "64-true"
+
+
+def test_precision_that_neither_knows_is_told_with_the_names_of_both():
+    with pytest.raises(NanoConfigError, match=r"precision='fp17': it must be \"auto\", .*Lightning's names"):
+        Trainer(**QUIET, precision="fp17")
 
 
 class DtypeNoting(Regression):

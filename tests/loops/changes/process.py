@@ -116,7 +116,7 @@ def called_with_other_weights(program):
         weights = {name: 0.9 * parameter for name, parameter in model.named_parameters()}
         return torch.func.functional_call(model, weights, batch)
 
-    program.set(program, call=call)
+    program.set(program, call=program.by_hand(call))
 
 
 @row()
