@@ -211,13 +211,13 @@ class SplitBatches:
         if not self.is_here or in_functorch():  # tensors of torch.func have no storage
             return
         self._evaluates = self._whole() is not None
-        found = [one for storage in _storages(inputs) if (one := self._delivered.get(storage)) is not None]
-        for reference, share in found:
+        delivered = [one for storage in _storages(inputs) if (one := self._delivered.get(storage)) is not None]
+        for reference, share in delivered:
             self._use(share, [reference()])
         self._has_called = True
-        if found or self._evaluates:
-            self._evaluates = not (found or trains)
-            self.share = self.share if self._evaluates or found else None
+        if delivered or self._evaluates:
+            self._evaluates = not (delivered or trains)
+            self.share = self.share if self._evaluates or delivered else None
             return
         pending = {one for waiting in self.since_backward.values() for one in waiting.shares}
         known = {one for one in (*pending, self._latest, self.share) if one is not None}

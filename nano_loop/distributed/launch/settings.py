@@ -44,8 +44,8 @@ def _matmul_precision() -> str | None:
 
 def _mkldnn_precisions() -> dict[str, str]:
     """Return the precisions of mkldnn's operations that are set; torch 2.8 has none."""
-    found = {name: getattr(torch.backends.mkldnn, name, None) for name in _MKLDNN_OPERATIONS}
-    precisions = {name: getattr(operation, "fp32_precision", "none") for name, operation in found.items()}
+    operations = {name: getattr(torch.backends.mkldnn, name, None) for name in _MKLDNN_OPERATIONS}
+    precisions = {name: getattr(operation, "fp32_precision", "none") for name, operation in operations.items()}
     return {name: precision for name, precision in precisions.items() if precision != "none"}
 
 

@@ -375,10 +375,15 @@ def trained_in_body(run):
     return fit(run, model, loader_of(*vectors(SAMPLES + 3)), loss_of, after_step=lambda loss: model.eval())
 
 
-def cycled(run):
-    """The batches of the first epoch, kept and used again."""
-    batches = itertools.cycle(loader_of(*vectors()))
-    return fit(run, mlp(6, 8, 1), list(itertools.islice(batches, 7)), squares)
+def kept(run):
+    """The batches of the first epoch are read at once, and used again."""
+    batches = []
+
+    def all_of_them():
+        batches.extend([] if batches else loader_of(*vectors()))
+        return iter(batches)
+
+    return fit(run, mlp(6, 8, 1), Repeated(all_of_them), squares)
 
 
 def prefetched(run):
@@ -580,16 +585,8 @@ LOOPS = {
             padding,
         ),
         *(probabilities, accumulated_words, own_gradients, own_count, averages, evaluated_between, streamed),
-        *(
-            by_workers,
-            read_ahead,
-            cycled,
-            prefetched,
-            augmented,
-            dropout,
-            noisy_transformer,
-            noisy_transformer_of_equal_shares,
-        ),
+        *(by_workers, read_ahead, kept, prefetched, trained_in_body, augmented, dropout, noisy_transformer),
+        noisy_transformer_of_equal_shares,
         *(noisy_lstm, noisy_lstm_of_equal_shares, gan, gan_of_equal_shares, sampling, checkpointed_dropout),
         *(checkpointed_dropout_reentrant, evaluated_alone),
     )
