@@ -13,6 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
 from nano_loop.patching.members import parameters_of, shaped
 from nano_loop.patching.nested_tensors import Substitution, map_tensors
@@ -64,6 +65,13 @@ class ParameterDtype(Step):
             conversion.convert(model, split)
             interceptor = self.interceptors.add(model, self.name, _casting_outputs(conversion))
             interceptor.around_modules(lambda module: _casting_inputs(conversion), DTYPES)
+        for optimizer in parts.optimizers:
+            if any(map(conversion.is_alias, shaped(held_by(optimizer)))):
+                name = type(optimizer).__name__
+                got = f"precision={self.options.precision!r}: {name} steps a tensor that weights are views of"
+                expected = "weights have separate memory in such a run, so they would not be trained"
+                advice = "Pass the weights to the optimizer, as in SGD(model.parameters()), or omit precision"
+                raise NanoConfigError(error_message(got, expected, advice))
         if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `OptimizerState`
             for optimizer in parts.optimizers:
                 self._conversion.convert_state(optimizer)

@@ -9,7 +9,7 @@ from distributed import small
 from loops.pairs import has_ipex
 from torch import nn
 
-from nano_loop import TorchNano, all_gather, nano
+from nano_loop import NanoConfigError, TorchNano, all_gather, nano
 
 QUIET = {"verbose": False}
 in_bf16 = nano(precision="bf16-true", **QUIET)
@@ -359,3 +359,16 @@ def test_containers_are_shared_by_the_model_and_the_loop(options):
         return sorted(state), len(history), record.last is not None, len(model.kept)
 
     assert train(Writing()) == (["hidden", "scale"], 2, True, 0)
+
+
+@pytest.mark.parametrize("precision", [64, "bf16-true"])
+def test_optimizer_of_a_flat_tensor_that_weights_are_views_of_is_an_error_whose_advice_works(precision):
+    model = network()
+    flat = nn.Parameter(nn.utils.parameters_to_vector(model.parameters()).detach())
+    nn.utils.vector_to_parameters(flat.data, model.parameters())
+    accelerated = nano(precision=precision, **QUIET)(train)
+    with pytest.raises(NanoConfigError, match=r"SGD steps a tensor that weights are views of.*model\.parameters\(\)"):
+        accelerated(model, torch.optim.SGD([flat], 0.01))
+    before = flat.detach().clone()
+    accelerated(model, torch.optim.SGD(model.parameters(), 0.01))
+    assert not torch.equal(flat, before)  # the weights are views of it again

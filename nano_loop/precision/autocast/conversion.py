@@ -63,6 +63,11 @@ class Conversion:
             forgetting.callback(self._before.pop, id(tensor), None)
         cast(new, self.dtype, to_dtype)
 
+    def is_alias(self, tensor: Tensor) -> bool:
+        """Whether a tensor shares the memory that a converted tensor had before, and is not converted itself."""
+        before = (memory for _, _, memory in self._before.values() if memory is not None)
+        return id(tensor) not in self._before and _address(tensor) in map(_address, before)
+
     def convert_added(self, module: nn.Module) -> None:
         """Convert the tensors that the loop has added to a module, in place."""
         added = [tensor for tensor in _floating(module) if tensor.dtype is not self.dtype and tensor.is_leaf]
