@@ -65,27 +65,27 @@ SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or sc
 .NOTPARALLEL:
 
 help:
-	@echo "make demo    run an example plain and accelerated, side by side"
-	@echo "make test    run the tests; arguments for pytest: make test ARGS='-k precision', one after another: ARGS='-n 0'"
-	@echo "make test-all    run these, those that take long or repeat much, and those of the benchmarks"
-	@echo "make test-ray    run the tests with a Ray cluster of two nodes on this host"
-	@echo "make test-benchmarks   run the tests of the benchmarks alone"
-	@echo "make test-ipex   the tests that depend on torch, with IPEX and its torch, in .venv-ipex: a download of several GB"
-	@echo "make test-libraries   run programs of other libraries, in .venv-libraries-2.13 and, with another torch, in"
-	@echo "             .venv-libraries-2.8: a download of several GB, which make test-libraries-2.13 leaves out"
-	@echo "make proof   train samples of torch's databases and of transformers' architectures plain and accelerated, and compare"
-	@echo "make proof-all   train all of them in every way, for days, and write docs/exceptions.md"
-	@echo "make test-newest   tests of several processes with the wheel and the newest of all it needs but torch, in .venv-newest"
-	@echo "make test-arm  tests of kernels, loops and two processes on an emulated ARM, with the wheel for it: Debian, Linux 6.7"
-	@echo "make lint    ruff, mypy, and that imports run downwards"
-	@echo "make planted-faults   plant the faults of tests/planted_faults.py one by one, and see that tests find them"
-	@echo "make docs    build the site of the documentation, to site; make docs-serve shows it while you write"
-	@echo "make docs-options  write the table of docs/options.md from their declarations"
-	@echo "make docs-results  write docs/results.md from the stored results of benchmarks"
-	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
-	@echo "make wheel   write the sdist and the wheels, without and with kernels in C, to dist"
-	@echo "make clean   remove .venv and other .venv-*, builds and caches"
-	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
+	@echo "make demo             train an example plain and accelerated, and compare their times"
+	@echo "make test             run each behaviour once; with arguments for pytest: make test ARGS='-k precision'"
+	@echo "make test-all         run every test, including slow ones and those of the benchmarks"
+	@echo "make test-benchmarks  run the tests of the benchmarks"
+	@echo "make test-ray         run the tests with a Ray cluster of two nodes on this host"
+	@echo "make test-ipex        run the tests with IPEX 2.8 and torch 2.8, in .venv-ipex: a download of several GB"
+	@echo "make test-libraries   run programs of other libraries, in two environments: a download of several GB"
+	@echo "make test-newest      run tests of several processes with the wheel and the newest dependencies except torch"
+	@echo "make test-arm         run a tenth of the tests on an emulated ARM, with its wheel: needs Debian and Linux 6.7"
+	@echo "make proof            train samples of torch's databases and transformers' architectures, and compare with torch"
+	@echo "make proof-all        the same for all samples in every mode, for days; writes docs/exceptions.md"
+	@echo "make planted-faults   plant each fault of tests/planted_faults.py, and check that tests find it"
+	@echo "make lint             run ruff and mypy, and check that imports go downwards"
+	@echo "make docs             build the documentation in site/; make docs-serve shows it while you write"
+	@echo "make docs-options     write the table of docs/options.md from the declarations"
+	@echo "make docs-results     write docs/results.md from the stored results"
+	@echo "make bench            compare the speed with other systems, for hours: a check is make bench ARGS='--quick'"
+	@echo "make bench-overhead   measure the overhead of nano_loop per call"
+	@echo "make wheel            build the sdist and the wheels, without and with kernels in C, in dist/"
+	@echo "make clean            remove the environments, builds and caches"
+	@echo "Each sets up its environment first, with python3 or the Python that you name: make test PYTHON=python3.12"
 
 # A separate environment with a third of the packages, unless the tests' environment exists.
 DEMO_VENV := .venv-demo
@@ -212,27 +212,30 @@ bench-overhead: ready
 # tag, by the C libraries that the wheel supports.
 WHEEL_VENV := .venv-wheel
 BACKEND = $(WHEEL_VENV)/bin/python -c "import sys, setuptools.build_meta as backend; getattr(backend, sys.argv[1])(sys.argv[2])"
+AUDITWHEEL = PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel
+# Runs a command, and shows its output only if it fails.
+quietly = { $(1); } >$(WHEEL_VENV)/output 2>&1 || { cat $(WHEEL_VENV)/output >&2; exit 1; }
 wheel:
 	$(if $(MISSING),$(error $(MISSING)))
 	@$(LOCK) $(MAKE) -s VENV=$(WHEEL_VENV) REQUIREMENTS=requirements/wheel.txt $(WHEEL_VENV)/pins-$(VERSION)
 	@rm -rf build dist
 	@mkdir dist
 	@echo "1 of 4: the sdist"
-	@$(BACKEND) build_sdist dist >/dev/null
+	@$(call quietly,$(BACKEND) build_sdist dist)
 	@echo "2 of 4: the wheel for every system, whose kernels in C are compiled at first use"
-	@NANO_LOOP_KERNELS=off $(BACKEND) build_wheel dist >/dev/null 2>&1
+	@$(call quietly,NANO_LOOP_KERNELS=off $(BACKEND) build_wheel dist)
 	@echo "3 of 4: the wheel with kernels in C, which pip prefers on Linux for x86-64: gcc compiles them for one to three minutes"
-	@$(BACKEND) build_wheel build/dist >/dev/null
-	@PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --exclude libgomp.so.1 -w dist build/dist/*-linux_x86_64.whl
+	@$(call quietly,$(BACKEND) build_wheel build/dist)
+	@$(call quietly,$(AUDITWHEEL) repair --exclude libgomp.so.1 -w dist build/dist/*-linux_x86_64.whl)
 	@echo "4 of 4: the same for Linux on ARM, by $(CROSS)gcc"
-	@if command -v $(CROSS)gcc >/dev/null; then $(MAKE_ARM_WHEEL); else echo "It is not here: no such wheel"; fi
+	@if command -v $(CROSS)gcc >/dev/null; then $(call quietly,$(MAKE_ARM_WHEEL)); else echo "It is not here: no such wheel"; fi
 	@touch $(WHEELS)
 	@ls -l dist
 
 # The same for another processor, with a cross compiler and Python's name for the platform.
 CROSS := aarch64-linux-gnu-
-MAKE_ARM_WHEEL = CC=$(CROSS)gcc _PYTHON_HOST_PLATFORM=linux-aarch64 $(BACKEND) build_wheel build/dist >/dev/null && \
-    PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair -w dist build/dist/*-linux_aarch64.whl
+MAKE_ARM_WHEEL = CC=$(CROSS)gcc _PYTHON_HOST_PLATFORM=linux-aarch64 $(BACKEND) build_wheel build/dist && \
+    $(AUDITWHEEL) repair -w dist build/dist/*-linux_aarch64.whl
 
 # A checkout that was moved or copied together with .venv must not import the package from its old location.
 ready:
@@ -247,7 +250,7 @@ $(PINS): $(REQUIREMENTS)
 	@touch $@
 
 KERNELS := nano_loop/kernels
-$(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py $(wildcard $(KERNELS)/compiler.py $(KERNELS)/csrc/*)
+$(READY): $(PINS) setup.cfg setup.py scripts/compile_levels.py pyproject.toml nano_loop/version.py $(wildcard $(KERNELS)/compiler.py $(KERNELS)/csrc/*)
 	@$(LOCK_OF_SOURCES) $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@broken=$$($(RUN) -m pip check) || { echo "$$broken" >&2; exit 1; }
 	@ls $(KERNELS)/prebuilt >/dev/null 2>&1 || echo "No gcc was found: kernels in C are compiled at first use, if there is a compiler then"

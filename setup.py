@@ -41,7 +41,7 @@ class BuildKernels(Command):
         try:
             if os.environ.get("NANO_LOOP_KERNELS") in (compiler.OFF, compiler.COMPILE):
                 raise compiler.UnavailableError("by NANO_LOOP_KERNELS")
-            self.libraries = compiler.compile_levels(folder)
+            self.libraries = module_at("scripts/compile_levels.py").compile_levels(compiler, folder)
         except compiler.UnavailableError as error:
             self.warn(f"the package has no kernels in C, which are compiled at first use instead: {error}")
             if not self.editable_mode:

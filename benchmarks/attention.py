@@ -19,13 +19,13 @@ import torch
 from benchmarks.experts import keep_memory
 from benchmarks.markdown import table
 from benchmarks.names import at_least_one
-from nano_loop.kernels.attention import blocked_attention, torch_attention
+from nano_loop.kernels.attention import blocked_attention
 from nano_loop.kernels.attention.attention import BLOCKS
-from nano_loop.kernels.dropout.bernoulli import vectorized_draws
+from nano_loop.kernels.bernoulli import vectorized_draws
 from nano_loop.kernels.override import TORCH
 
 CALLS, DROPOUT = 4, 0.1
-ALGORITHMS = {TORCH: torch_attention.by_torch, BLOCKS: blocked_attention.blocked_attention}
+ALGORITHMS = {TORCH: blocked_attention.by_torch, BLOCKS: blocked_attention.blocked_attention}
 
 
 class Shape(NamedTuple):

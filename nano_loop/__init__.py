@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nano_loop.api.image_cache import patch_torch, unpatch_torch
     from nano_loop.api.torch_nano import TorchNano
     from nano_loop.api.verification import Verification, verify
-    from nano_loop.integrations.cuda_calls.patching import patch_cuda, unpatch_cuda
+    from nano_loop.integrations.cuda_calls import patch_cuda, unpatch_cuda
     from nano_loop.precision.autocast.autocast import disable_casts
     from nano_loop.precision.autocast.default_ops import DefaultOps, default_ops
     from nano_loop.runtime.objects.report import SetupReport, StepResult
@@ -83,7 +83,7 @@ _NAMES = {
     "api.image_cache": ("patch_torch", "unpatch_torch"),
     "api.torch_nano": ("TorchNano",),
     "api.verification": ("Verification", "verify"),
-    "integrations.cuda_calls.patching": ("patch_cuda", "unpatch_cuda"),
+    "integrations.cuda_calls": ("patch_cuda", "unpatch_cuda"),
     "precision.autocast.autocast": ("disable_casts",),
     "precision.autocast.default_ops": ("DefaultOps", "default_ops"),
     "runtime.objects.report": ("SetupReport", "StepResult"),
@@ -114,4 +114,5 @@ def _imported(module: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Without the names that this module imports, so that completion lists the public ones.
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nano_loop.patching.operators.operators import overridden_together
+from nano_loop.patching.operators import overridden_together
 from nano_loop.patching.ownership import call_state
 from nano_loop.precision.autocast import widest_dtype
 from nano_loop.precision.autocast.autocast import LOW_DTYPES

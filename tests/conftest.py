@@ -15,9 +15,9 @@ from hypothesis import settings
 from leaks import affinity_masks, changes, moved_threads, process_state
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from nano_loop.autotune import budget, choices
-from nano_loop.autotune.budget import SHARE
+from nano_loop.autotune import choices, tuner
 from nano_loop.autotune.choices import Choices
+from nano_loop.autotune.tuner import SHARE
 from nano_loop.config.environment import KERNELS
 from nano_loop.runtime import trial
 from nano_loop.runtime.mkl_functions import resolve_mkl_functions
@@ -94,8 +94,8 @@ def nothing_leaks():
 @pytest.fixture(autouse=True)
 def nothing_is_measured(nothing_leaks, monkeypatch):
     """Make runs in the test process use the initial guesses, so that no test depends on timings."""
-    monkeypatch.setattr(budget, "STEPS", -1)
-    monkeypatch.setattr(budget, "SHARE", -1)
+    monkeypatch.setattr(tuner, "STEPS", -1)
+    monkeypatch.setattr(tuner, "SHARE", -1)
     for module in (tune_operators, trial):
         monkeypatch.setattr(module, "choices_for", lambda machine: Choices(None))
 
@@ -103,8 +103,8 @@ def nothing_is_measured(nothing_leaks, monkeypatch):
 @pytest.fixture
 def measuring(nothing_is_measured, monkeypatch, tmp_path):
     """Enable measurements, with time for all shapes and an empty cache folder; return the folder."""
-    monkeypatch.setattr(budget, "STEPS", 1e6)
-    monkeypatch.setattr(budget, "SHARE", SHARE)
+    monkeypatch.setattr(tuner, "STEPS", 1e6)
+    monkeypatch.setattr(tuner, "SHARE", SHARE)
     for module in (tune_operators, trial):
         monkeypatch.setattr(module, "Waits", lambda: SimpleNamespace(share=lambda: 0.0))
         monkeypatch.setattr(module, "choices_for", choices.choices_for)

@@ -26,7 +26,7 @@ ROOMS = (
     ("cli.at_start",),
     ("profiling",),
     ("runtime",),
-    ("steps", "steps.kernels", "integrations.ipex"),
+    ("steps", "integrations.ipex"),
     ("data.images",),
     (
         "distributed.launch.joining",
@@ -42,8 +42,7 @@ ROOMS = (
     ("data", "integrations.fabric"),
     ("distributed.comm", "distributed"),
     ("integrations.cuda_calls", "integrations"),
-    ("compile",),
-    ("precision.diagnostics", "precision.verification"),
+    ("precision.verification"),
     ("precision.autocast", "precision"),
     ("runtime.trial",),
     ("autotune",),
@@ -54,15 +53,16 @@ ROOMS = (
         "kernels.rnn",
         "kernels.norm",
         "kernels.head",
-        "kernels.activation",
-        "kernels.dropout",
+        "kernels.activations",
+        "kernels.bernoulli",
+        "kernels.drawing_order",
         "kernels.embedding",
         "optimizers",
     ),
     ("kernels",),
-    ("policy",),
+    ("precision.product_precision",),
     ("runtime.objects", "runtime.clock"),
-    ("patching.calls", "patching.operators", "patching.objects"),
+    ("patching.calls", "patching.operators", "patching.loaders", "patching.optimizers"),
     ("patching", "optim"),
     ("config",),
     ("cpu",),
@@ -80,7 +80,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.launch_ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
     },
     "state_outside_the_table": {
-        **dict.fromkeys(("autotune.choices", "integrations.ipex.step"), "what later runs need not measure"),
+        **dict.fromkeys(("autotune.choices", "integrations.ipex"), "what later runs need not measure"),
         "steps.learning_rate": "where the next run of an optimizer goes on",
         "steps.compile": "a number for each compilation",
         "api.context_manager": "the report of what was installed is asked for afterwards",
@@ -89,7 +89,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.launch_external.rendezvous": "a server outlives the runs that meet on it",
         "distributed.launch.shared_folder": "locks are for processes, and released in those that they fork",
         "distributed.launch_local.server": "the process that forks the next run's workers",
-        "patching.operators.operators": "a call in another thread may still be on its way to a function of a run",
+        "patching.operators": "a call in another thread may still be on its way to a function of a run",
         "patching.patch_table": "the table itself",
         "patching.user_code": "a warning is given once in a process",
     },
@@ -109,21 +109,19 @@ FILES_THAT_MAY_IMPORT = {
 BUDGETS = {
     "": 450,  # 430 is the goal
     "api": 1_300,
-    "cli": 2_400,  # 2_100 is the goal
-    "integrations": 1_500,
-    "runtime": 2_525,  # 1_700 is the goal
-    "steps": 3_975,  # 3_300 is the goal
-    "policy": 125,
-    "kernels": 11_775,  # 9_600 is the goal
+    "cli": 2_375,  # 2_100 is the goal
+    "integrations": 1_475,
+    "runtime": 2_400,  # 1_700 is the goal
+    "steps": 4_500,  # 3_300 is the goal
+    "kernels": 11_675,  # 9_600 is the goal
     "autotune": 700,
     "optimizers": 1_050,  # 600 is the goal
-    "patching": 3_250,  # 3_100 is the goal
-    "precision": 2_075,  # 2_000 is the goal
-    "data": 1_400,
+    "patching": 3_075,  # 2_950 is the goal
+    "precision": 1_975,  # 1_950 is the goal
+    "data": 1_350,
     "distributed": 13_400,  # 9_800 is the goal
     "profiling": 350,  # 300 is the goal
-    "compile": 150,
-    "config": 1_550,  # 1_300 is the goal
+    "config": 1_525,  # 1_300 is the goal
     "cpu": 1_250,
     "storage": 400,  # 350 is the goal
 }

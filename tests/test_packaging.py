@@ -296,7 +296,7 @@ def test_description_for_a_package_index_is_the_readme_with_links_that_lead_some
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     described = message_from_string(wheel.read(name).decode()).get_payload()
     assert re.sub(r"!?\[([^]]*)\]\((?!https:)[^)\s]+\)", r"\1", readme).strip() == described.strip()
-    for path in (*BUILD_INPUTS, "scripts/links.py", "nano_loop/version.py"):
+    for path in (*BUILD_INPUTS, "scripts/compile_levels.py", "scripts/links.py", "nano_loop/version.py"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     config, line = tmp_path / "setup.cfg", f"[metadata]\nproject_urls =\n    Source = {source}\n"

@@ -12,7 +12,7 @@ import torch
 import nano_loop
 from benchmarks.experts import has_fast_bf16
 from nano_loop.config.declarations import DECLARED
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

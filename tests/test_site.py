@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nano_loop
-from nano_loop.config import environment, exports, protocol
+from nano_loop.config import environment, protocol
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -34,7 +34,7 @@ def test_every_public_name_is_on_the_page_of_the_api():
     }
 
 
-@pytest.mark.parametrize("variable", [environment.KERNELS, exports.EXPORTS, protocol.COMMAND, protocol.INSTALL])
+@pytest.mark.parametrize("variable", [environment.KERNELS, environment.EXPORTS, protocol.COMMAND, protocol.INSTALL])
 def test_every_variable_that_is_no_option_is_on_the_page_of_variables(variable):
     assert f"| `{variable}` |" in text_of("docs/environment.md")
 

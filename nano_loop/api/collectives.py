@@ -37,7 +37,8 @@ def all_reduce(data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
     Returns
     -------
     torch.Tensor or a collection of them
-        The reduced values, in the structure of `data`. Numbers become tensors. With one process, `data` unchanged.
+        The reduced values, in the structure of `data`. Numbers become tensors. With one process, values do not
+        change.
 
     Raises
     ------
@@ -187,7 +188,9 @@ def _joined(name: str) -> Ranks:
 def _of_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     """Apply a function to each tensor of a collection; numbers and arrays become tensors."""
     if isinstance(data, (str, bytes)):
-        raise NanoConfigError(error_message(shown("data", data), "it must be a tensor or a number", "Call broadcast"))
+        raise NanoConfigError(
+            error_message(shown("data", data), "it must be a tensor or a number", "Send other objects with broadcast")
+        )
     for kind, convert in _CONVERSIONS.items():
         data = apply_to_collection(data, kind, convert)
     return apply_to_collection(data, torch.Tensor, function)

@@ -114,7 +114,7 @@ def running(
 def _warn_if_unused(run: Run) -> None:
     assert run.stepped is not None
     if run.report is None and not run.stepped.saw_inner_run:
-        got, expected = "accelerated() has set nothing up", "its body has trained no model"
+        got, expected = "accelerated() has set nothing up", "no model was trained in its body"
         warn(error_message(got, expected, "Put it around the training, or call run.setup(model, optimizer)"))
 
 

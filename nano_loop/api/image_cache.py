@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from nano_loop.config.options import Options
 from nano_loop.data.images.pipelines import compositions
 from nano_loop.errors import NanoError
-from nano_loop.integrations.cuda_calls.patching import patch_cuda, unpatch_cuda
-from nano_loop.patching.objects.loaders import implicit_loaders_changed
+from nano_loop.integrations.cuda_calls import patch_cuda, unpatch_cuda
+from nano_loop.patching.loaders import implicit_loaders_changed
 from nano_loop.patching.patch_table import until_undone
 
 if TYPE_CHECKING:

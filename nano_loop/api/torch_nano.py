@@ -20,14 +20,12 @@ from nano_loop.config.declarations import Declarations
 from nano_loop.config.signatures import documented, method_takes, named
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.errors import NanoConfigError, NanoError, error_message
-from nano_loop.integrations.cuda_calls.patching import is_cuda_patched
-from nano_loop.integrations.fabric.strategy import RanksFabric
-from nano_loop.runtime.objects.checks import check_kinds, check_loop
+from nano_loop.integrations.cuda_calls import is_cuda_patched
+from nano_loop.integrations.fabric import RanksFabric
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport
-from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.runtime.option_attributes import OptionAttributes
+from nano_loop.runtime.objects.training_objects import TrainingObjects, check_kinds, check_loop
 from nano_loop.runtime.run import Run, RunTask
-from nano_loop.runtime.settings import Settings
+from nano_loop.runtime.settings import OptionAttributes, Settings
 
 
 @documented
@@ -348,7 +346,7 @@ class _Training(RunTask):
         self._loop, self._args, self._kwargs = loop, args, kwargs
         self._train: Callable[..., Any] | None = train
         self.written = f"{type(loop).__name__}(", ")"
-        self.set_up = "Call self.setup(model, optimizer) in train"
+        self.setup_hint = "Call self.setup(model, optimizer) in train"
 
     @override
     def do(self, run: Run) -> Any:

@@ -126,7 +126,7 @@ def _table(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         limit = "no limit" if memory["limit"] is None else f"limit {size(memory['limit'])}"
         yield "memory", f"{size(memory['total'])}{available}, {limit}"
     left = sorted((count, name) for name, count in memory["left"].items())
-    yield "a process", ", ".join(f"{size(count)} more by {name}" for count, name in left) or "no known limit"
+    yield "can allocate", ", ".join(f"{size(count)} of {name}" for count, name in left) or "no known limit"
     yield "shared memory", "unknown" if memory["shared"] is None else size(memory["shared"])
     if kernels is not None and kernels["level"] is None:
         yield "kernels in C", f"none: {kernels['reason']}"

@@ -8,9 +8,9 @@ import shlex
 import click
 
 from nano_loop.cli import as_text
-from nano_loop.cli.script_options import NanoCommand, preload_options
+from nano_loop.cli.script import NanoCommand, preload_options
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
-from nano_loop.config.exports import EXPORTS
+from nano_loop.config.environment import EXPORTS
 from nano_loop.cpu import read_machine
 from nano_loop.errors import quoted
 

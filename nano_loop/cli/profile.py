@@ -13,8 +13,7 @@ from types import FrameType
 import click
 
 from nano_loop.cli import as_text
-from nano_loop.cli.script import exit_with, started
-from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
+from nano_loop.cli.script import Script, ScriptCommand, exit_with, started, takes_script
 from nano_loop.config.declarations import CHECKS
 from nano_loop.config.environment import read_options
 from nano_loop.errors import NanoConfigError, error_message
@@ -57,7 +56,7 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
     if not answer:
         expected = "profile measures the steps of the first torch optimizer in its thread"
         got = f"{script.name} takes fewer than {STEPS} steps"
-        raise NanoConfigError(error_message(got, expected, "Let it train longer"))
+        raise NanoConfigError(error_message(got, expected, "Name a script that trains, or let it train longer"))
     if script.variables and not answer["is_in_run"]:
         got = f"{script.name} did not start a run of nano_loop"
         expected = "options act on functions under @nano, TorchNano, accelerated and Lightning's Trainer"

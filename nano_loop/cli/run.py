@@ -8,7 +8,7 @@ import sys
 import click
 
 from nano_loop.cli import as_text
-from nano_loop.cli.script_options import Script, ScriptCommand, preload_options, takes_script
+from nano_loop.cli.script import Script, ScriptCommand, preload_options, takes_script
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
 from nano_loop.config.protocol import INSTALL
 from nano_loop.cpu import read_machine
@@ -32,7 +32,8 @@ def run(script: Script, as_json: bool, preload: tuple[str, ...], only_environmen
     """Run a script, and accelerate its training.
 
     It runs in the environment of `nano-loop env`. The options of nano_loop override those in the code. Write them
-    before the script; arguments after it are passed to the script.
+    before the script, and values of a switch after "=", as in --channels-last=auto. Arguments after the script are
+    passed to it.
     """
     before = before_exports(os.environ)
     made = training_environment(read_machine(), before, preload, installs=not only_environment)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nano_loop.cli.at_start import search_path
-from nano_loop.config.exports import EXPORTS, Exports, read_exports
+from nano_loop.config.environment import EXPORTS, Exports, read_exports
 from nano_loop.config.protocol import INSTALL
 from nano_loop.cpu import Machine
 from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, USERS_OWN, allocators_of, is_glibc

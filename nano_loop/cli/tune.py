@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 
 from nano_loop.cli import as_text
-from nano_loop.cli.script import exit_with
-from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
+from nano_loop.cli.script import Script, ScriptCommand, exit_with, takes_script
 from nano_loop.cli.tuning.result import check_picture, draw
 from nano_loop.cli.tuning.search import Search
 from nano_loop.cli.tuning.trial import TrialFailedError
@@ -23,10 +22,14 @@ Examples:
 """
 
 
+class _Seconds(click.IntRange):
+    """A number of seconds, which errors and the help call an integer."""
+
+    name = "integer"
+
+
 @click.command(cls=ScriptCommand, epilog=_EXAMPLES)
-@click.option(
-    "--seconds", type=click.IntRange(1, 1_000_000), default=120, show_default=True, help="Approximate time limit."
-)
+@click.option("--seconds", type=_Seconds(1, 1_000_000), default=120, show_default=True, help="Approximate time limit.")
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True), help="Save a chart of the times.")
 @takes_script()
 def tune(script: Script, as_json: bool, seconds: int, plot: str | None) -> None:

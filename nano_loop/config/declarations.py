@@ -289,7 +289,8 @@ class Declarations:
     fp32_ops: Collection[str] | os.PathLike[str] = option(  # noqa: RUF009
         (),
         checks.operators_or_safe,
-        "Runs these in fp32. `\"safe\"`: those that CUDA's autocast runs in fp32 and the CPU's does not, as softmax.",
+        "Runs these operators in fp32. `\"safe\"`: those that CUDA's autocast runs in fp32 and the CPU's does not, as "
+        "softmax.",
         needs=_AUTOCAST,
     )
     compare_parameters: bool = switch(

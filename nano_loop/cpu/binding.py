@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from nano_loop.cpu.cpu_list import format_cpu_list
+from nano_loop.cpu.tree import format_cpu_list
 from nano_loop.errors import NanoError, error_message
 
 _TASKS = Path("/proc/self/task")

@@ -17,8 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nano_loop.cpu.cpu_list import format_cpu_list
 from nano_loop.cpu.machine import Machine
+from nano_loop.cpu.tree import format_cpu_list
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 
 #: Variables that make libgomp or libiomp bind the thread that loads it.

@@ -2,24 +2,143 @@
 
 A `DataLoader` indexes each sample separately and stacks the samples, which takes six times as long. The result is the
 same as that of `torch.utils.data.default_collate`. Datasets are recognized by their exact classes, of torch and of
-skorch, or by a ``__getitem__`` that only indexes (see `nano_loop.data.indexed_attributes`). Other kinds of tables, such
-as Arrow's, would get a separate module.
+skorch, or by a ``__getitem__`` that only indexes tensors and arrays: ``return self.x[index], self.y[index]``. This is
+checked in its bytecode: it may only load attributes, index, and build tuples, lists and dicts. Such code has no
+branches, calls or side effects, so one call with placeholders for the dataset and the index shows the structure of all
+samples. Other kinds of tables, such as Arrow's, would get a separate module.
+
+Samples of numpy arrays that are read one by one are collated by one copy for each field.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from types import CodeType, FunctionType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
-from nano_loop.data.collate import ARRAYS, collate
-from nano_loop.data.indexed_attributes import Row, indexed_sample, rows_in
 from nano_loop.patching.attributes import has_own
-from nano_loop.patching.torch_private_loaders import collates_as_torch
+from nano_loop.patching.torch_private_loaders import collates_as_torch, default_collate_by
+
+#: The instructions in CPython 3.10 to 3.14, which also has paired and borrowing variants of those in the first line.
+_LOADS = ("LOAD_FAST", "STORE_FAST")
+_OTHERS = frozenset(
+    (
+        *("LOAD_ATTR", "LOAD_CONST", "BINARY_SUBSCR", "BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP", "BUILD_CONST_KEY_MAP"),
+        *("NOP", "RESUME", "RETURN_VALUE", "ROT_THREE", "ROT_TWO", "SWAP"),
+    )
+)
+
+
+class Row(NamedTuple):
+    """A placeholder for the row of a tensor or an array at the index."""
+
+    values: Any
+
+
+class _Index:
+    """A placeholder for the index."""
+
+
+class _Values:
+    """A placeholder for a tensor or an array."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def __getitem__(self, index: Any) -> Row:
+        if type(index) is not _Index:
+            raise TypeError(index)
+        return Row(self._values)
+
+
+def indexed_sample(dataset: Any) -> Any:
+    """Return the structure of a sample, with a `Row` for each row, or None if ``__getitem__`` does more than index."""
+    kind: Any = type(dataset)
+    function = getattr(kind, "__getitem__", None)
+    if type(function) is not FunctionType or not _only_indexes(function.__code__):
+        return None
+    if isinstance(dataset, IterableDataset) or getattr(dataset, "__getitems__", None):  # no `__getitem__`
+        return None
+    names = function.__code__.co_names
+    if kind.__getattribute__ is not object.__getattribute__ or any(hasattr(kind, name) for name in names):
+        return None  # code of the class may compute the attribute
+    attributes = {name: vars(dataset).get(name) for name in names}
+    if not {*map(type, attributes.values())} <= {Tensor, *ARRAYS}:
+        return None
+    try:
+        sample = function(SimpleNamespace(**{name: _Values(value) for name, value in attributes.items()}), _Index())
+        return sample if [*rows_in(sample)] else None
+    except (AttributeError, IndexError, TypeError):  # for anything that the placeholders lack
+        return None
+
+
+def rows_in(part: Any) -> Iterator[Row]:
+    """Yield the rows in a sample that consists only of rows, in tuples, lists and dicts."""
+    if type(part) is Row:
+        yield part
+    elif type(part) in (tuple, list, dict):
+        for value in part.values() if type(part) is dict else part:
+            yield from rows_in(value)
+    else:
+        raise TypeError(part)
+
+
+@functools.lru_cache(maxsize=64)
+def _only_indexes(code: CodeType) -> bool:
+    return all(
+        instruction.opname in _OTHERS
+        or instruction.opname.startswith(_LOADS)
+        or (instruction.opname, instruction.argrepr) == ("BINARY_OP", "[]")
+        for instruction in dis.get_instructions(code)
+    )
+
+
+ARRAYS = (np.ndarray, np.memmap)
+_MOST_DIMENSIONS = 3  # torch may stack arrays of more dimensions as channels_last
+_form_of = operator.attrgetter("shape", "strides", "dtype")
+
+
+def collate(samples: list[Any]) -> Any:
+    """Return the same as `torch.utils.data.default_collate`.
+
+    In a loader's worker process it calls torch's function, which stacks in shared memory.
+    """
+    if get_worker_info() is not None:
+        return default_collate(samples)
+    return default_collate_by(samples, _stacked)
+
+
+def _stacked(arrays: Sequence[Any]) -> Tensor | None:
+    """Stack arrays of equal shape and dtype in a tensor. Return None if torch must stack or refuse them."""
+    first = arrays[0]
+    if not 1 <= first.ndim <= _MOST_DIMENSIONS or first.dtype.kind not in "biufc":
+        return None
+    if not {*map(type, arrays)} <= {*ARRAYS} or len({*map(_form_of, arrays)}) > 1:
+        return None
+    one = torch.as_tensor(first)  # with torch's errors and warnings about such arrays
+    if one.device.type != "cpu":
+        return None
+    stacked = torch.empty((len(arrays), *one.shape), dtype=one.dtype, device="cpu")
+    np.concatenate(arrays, out=stacked.numpy().reshape(len(arrays) * len(first), *first.shape[1:]))
+    return stacked
+
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 

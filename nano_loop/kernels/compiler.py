@@ -14,10 +14,7 @@ import shlex
 import shutil
 import struct
 import subprocess
-import sysconfig
-import tempfile
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +42,6 @@ _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcp
 _HEADER, _SEGMENT = struct.Struct("<6s12xH12xQQ8xHHH2x"), struct.Struct("<8xQ16xQ16x")
 _ELF, _ELF_MACHINES = b"\x7fELF\2\1", {"x86_64": 62, "aarch64": 183}
 _SECONDS = 60.0  # time limit of the compiler per file during a run
-_SECONDS_OF_INSTALLATION = 600.0
 # Follow-up messages that a compiler prints after the actual error.
 _CONSEQUENCES = ("compilation terminated", "ld returned", "warning:", "note:")
 
@@ -219,48 +215,6 @@ def share_openmp(library: str) -> None:
             ctypes.CDLL(os.fsdecode(place.file), os.RTLD_NOLOAD | ctypes.RTLD_GLOBAL)
 
 
-def compile_levels(folder: Path) -> list[Path]:
-    """Compile each file for each level of a machine into a folder, in parallel, and return the libraries.
-
-    The machine is this one, unless ``_PYTHON_HOST_PLATFORM`` names another, for which ``CC`` must compile. Files in the
-    folder or in `PREBUILT` are not recompiled. Libraries of other sources are removed.
-
-    Raises
-    ------
-    UnavailableError
-        If the compiler is not gcc for Linux on x86-64 or ARM, or does not support all levels.
-    """
-    levels = [level for level in LEVELS if sysconfig.get_platform() == f"linux-{level.machine}"]
-    if not levels:
-        raise UnavailableError("libraries are built for Linux on x86-64 and ARM only")
-    files = {
-        library_name(source.stem, level): (source.stem, level)
-        for level in levels
-        for source in sorted(SOURCES.glob("*.c"))
-    }
-    if not all((folder / file).exists() or packaged(file).exists() for file in files):
-        _refuse_clang(compiler_command())
-    folder.mkdir(parents=True, exist_ok=True)
-    for library in folder.iterdir():
-        if library.name not in files:
-            library.unlink()
-
-    def provide(file: str) -> Path:
-        library, unfinished = folder / file, folder / f"{file}.unfinished"
-        if not library.exists():
-            if packaged(file).exists():
-                shutil.copyfile(packaged(file), unfinished)
-            else:
-                with tempfile.TemporaryDirectory() as making:
-                    compile_library(*files[file], Path(making, file), _SECONDS_OF_INSTALLATION)
-                    shutil.copyfile(Path(making, file), unfinished)
-            os.replace(unfinished, library)
-        return library
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(provide, files))
-
-
 def cause_of(output: str) -> str:
     """Return the line of a compiler's output that names the error, as the last lines may be consequences."""
     lines = [line.strip() for line in output.splitlines()]
@@ -278,12 +232,6 @@ def _run(command: Sequence[str], folder: Path, seconds: float) -> None:
         raise UnavailableError(f"{command[0]} took longer than {seconds:g} s") from error
     if run.returncode:
         raise UnavailableError(f"{command[0]} failed: {cause_of(run.stderr)}", run.stderr)
-
-
-def _refuse_clang(command: Sequence[str]) -> None:
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
-    if "clang" in version.stdout:
-        raise UnavailableError(f"{command[0]} is clang, whose OpenMP is not torch's; use gcc")
 
 
 def _processor() -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from nano_loop.patching.objects.optimizers import is_dense, lies_as
+from nano_loop.patching.optimizers import is_dense, lies_as
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 
 #: The layouts of the tensors of a call: contiguous rows; any dense order that is the same for all tensors of the call;

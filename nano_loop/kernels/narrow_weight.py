@@ -19,7 +19,7 @@ from typing_extensions import override
 from nano_loop.kernels.memory import empty
 from nano_loop.kernels.override import Override
 from nano_loop.patching.nested_tensors import map_tensors
-from nano_loop.patching.objects.optimizers import is_dense
+from nano_loop.patching.optimizers import is_dense
 from nano_loop.patching.ownership import rules_now
 from nano_loop.patching.torch_private import (
     arguments_of,

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nano_loop.kernels.memory import attempt, is_plain
-from nano_loop.patching.operators.operators import Kernel, overridden
+from nano_loop.patching.operators import Kernel, overridden
 from nano_loop.patching.ownership import Rules, rules_now
-from nano_loop.policy.product_precision import is_large
+from nano_loop.precision.product_precision import is_large
 
 #: The names of algorithms: torch's kernel, a C function, and one that rounds the inputs of an fp32 product.
 TORCH, COMPILED, ROUNDED = "torch", "compiled", "rounded"
@@ -51,7 +51,7 @@ class Call(NamedTuple):
     leaves : int
         The number of leading tensors whose gradients are included in the time.
     numbers_in : {"", "bf16", "fp32", "rounded"}
-        The required precision of algorithms, if the dtype of the first tensor does not determine it.
+        The precision that algorithms must reach, if the dtype of the first tensor does not determine it.
     rough : tuple of int
         The dimensions of the first tensor that may be batch dimensions. Calls with similar sizes in these share a
         result. By default, the outermost dimension in memory.
@@ -103,7 +103,8 @@ class Algorithm(NamedTuple):
     kernel : str or None
         The C file that a model's rules must name to allow it for fp32 tensors.
     is_raced : bool
-        Whether it must be the default or the fastest. If False, it computes every call that it supports.
+        Whether it is used only if it is the default or was measured to be the fastest. If False, it computes every call
+        that it supports.
     has_reference : bool
         Whether torch's fp32 kernel is the reference for the error of algorithms. If False, torch's own kernel is.
     """
@@ -148,7 +149,7 @@ class Override(NamedTuple):
     dispatch_key : str
         The dispatch key of the kernel.
     product : str
-        The key in `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS` if the operator is a product.
+        The key in `nano_loop.precision.product_precision.MIN_MULTIPLICATIONS` if the operator is a product.
     factors : int
         The number of leading tensors that a product multiplies.
     packs : bool
@@ -184,13 +185,13 @@ class Override(NamedTuple):
         if original is None:
             assert otherwise is not None
             original = lambda keys, *args, **kwargs: otherwise(*args, **kwargs)  # noqa: E731
-        torchs: Kernel = original
+        torch_kernel: Kernel = original
 
         def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            call = supports(functools.partial(torchs, keys), *args, **kwargs)
+            call = supports(functools.partial(torch_kernel, keys), *args, **kwargs)
             # The gradient may be None if the program has detached the result.
             result = None if call is None or call.tensors[0] is None else self.computed(call)
-            return torchs(keys, *args, **kwargs) if result is None else result
+            return torch_kernel(keys, *args, **kwargs) if result is None else result
 
         return dispatched
 
@@ -244,7 +245,7 @@ class Override(NamedTuple):
         return call.tensors[: self.factors]
 
     def _in_fp16(self, call: Call) -> Any:
-        factors = [to_fp16s_numbers(tensor) for tensor in self._factors(call)]
+        factors = [rounded_to_fp16(tensor) for tensor in self._factors(call)]
         if self.in_fp16 is not None:
             return self.in_fp16(call, factors)
         return self.by_torch(call._replace(tensors=(*factors, *call.tensors[self.factors :])))
@@ -258,7 +259,7 @@ def choose(rules: Rules, call: Call, algorithms: Callable[[], Mapping[str, Compu
     return guess if rules.chooser is None else rules.chooser.algorithm(call, algorithms, guess)
 
 
-def to_fp16s_numbers(tensor: torch.Tensor) -> torch.Tensor:
+def rounded_to_fp16(tensor: torch.Tensor) -> torch.Tensor:
     """Round an fp32 tensor to fp16 precision, relative to the power of two of its largest finite value.
 
     So no value overflows, and small gradients do not become zero unless they are at most 2⁻²⁵ of the largest.

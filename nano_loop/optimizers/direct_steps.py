@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from nano_loop.errors import error_message
 from nano_loop.kernels import denormals
-from nano_loop.kernels.embedding.row_gradient import row_gradients
+from nano_loop.kernels.embedding import row_gradients
 from nano_loop.optimizers import row_steps
 from nano_loop.optimizers.row_steps import RowStep
 from nano_loop.optimizers.torch_fused_steps import (

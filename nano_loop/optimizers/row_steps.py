@@ -2,7 +2,7 @@
 
 A step of SGD or Adagrad changes no row without a gradient; one of Adam, or of SGD with momentum, none whose moments are
 zero, too. So it is without weight decay, and with AdamW's such rows only decay. Which rows have a gradient is known
-from `nano_loop.kernels.embedding.row_gradient`. Moments are looked through once, and again after somebody else has
+from `nano_loop.kernels.embedding`. Moments are looked through once, and again after somebody else has
 written to them. The last rows of a table whose size is no multiple of 16 are stepped by torch, which does not compute
 all of their numbers by vectors.
 """
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nano_loop.kernels.embedding.row_gradient import KERNEL, Lookups, RowGradient, row_gradient_of
+from nano_loop.kernels.embedding import KERNEL, Lookups, RowGradient, row_gradient_of
 from nano_loop.patching.torch_private import has_lone_storage
 from nano_loop.patching.torch_private_optimizers import fused_adagrad, fused_adam, fused_sgd
 

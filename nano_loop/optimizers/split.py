@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nano_loop.kernels.memory import empty
-from nano_loop.patching.objects.optimizers import is_dense, laid_out_as, lies_as
+from nano_loop.patching.optimizers import is_dense, laid_out_as, lies_as
 
 _BLOCK = 1024  # numbers with a checksum
 _PIECE = 1024 * _BLOCK  # numbers that are converted at a time

@@ -22,7 +22,7 @@ from nano_loop.optimizers.direct_steps import LEAST_EPS
 from nano_loop.optimizers.split import SplitWeights
 from nano_loop.optimizers.torch_fused_steps import steps_as_torch
 from nano_loop.patching.nested_tensors import map_tensors
-from nano_loop.patching.objects.optimizers import is_dense, laid_out_as, lies_as
+from nano_loop.patching.optimizers import is_dense, laid_out_as, lies_as
 from nano_loop.patching.torch_private import below_torch_functions
 
 _NUMBERS = FLOATS._replace(layout=DENSE)

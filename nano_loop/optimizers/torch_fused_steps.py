@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from nano_loop.patching.attributes import module_of, replaced
-from nano_loop.patching.objects.optimizers import is_dense, lies_as
+from nano_loop.patching.optimizers import is_dense, lies_as
 from nano_loop.patching.patch_table import process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import groups_prepared
 

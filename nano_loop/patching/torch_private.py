@@ -1,7 +1,12 @@
 """All uses of private names of torch and its dependencies, each with the reason for its use.
 
 Names of `torch.compile`, autograd, loaders and optimizers are in the ``torch_private_…`` modules next to this one. The
-tests of these modules fail if a name is missing.
+tests of these modules fail if a name is missing. Other code that depends on torch's version:
+
+- Whether torch returns the kernels of operators, which most of our functions call (2.9 and later):
+  `nano_loop.patching.operators.gives_kernels`.
+- How autocast handles operators: `nano_loop.precision.autocast.default_ops` and `widest_dtype`.
+- IPEX, which requires torch 2.8: `nano_loop.integrations.ipex`.
 """
 
 from __future__ import annotations
@@ -16,6 +21,12 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
+
+
+def is_older_than(major: int, minor: int) -> bool:
+    """Return whether this torch is older than a version."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) < (major, minor)
+
 
 #: Called by all public functions that switch deterministic mode, even if a script imported them by name.
 SETTER_OF_DETERMINISM = (torch._C, "_set_deterministic_algorithms")

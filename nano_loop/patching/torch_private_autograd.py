@@ -19,7 +19,7 @@ def in_forward_mode() -> bool:
 
 
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has hooks from ``register_hook``. torch has no public way to list them."""
+    """Whether a tensor has hooks, which may replace its gradient. torch has no public way to list them."""
     return bool(tensor._backward_hooks)
 
 
@@ -72,11 +72,6 @@ def queue_callback(function: Callable[[], object]) -> None:
 def has_accumulation_hook(parameter: torch.Tensor, handle: RemovableHandle) -> bool:
     """Whether a parameter has the hook of this handle. `torch.utils.swap_tensors` moves hooks to the other tensor."""
     return parameter._post_accumulate_grad_hooks is handle.hooks_dict_ref()
-
-
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether the program has registered hooks that may replace a parameter's gradient."""
-    return bool(parameter._backward_hooks)
 
 
 def forget_empty_hooks(parameter: torch.Tensor) -> None:

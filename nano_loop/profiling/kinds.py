@@ -93,7 +93,7 @@ def lines_of(profile: Mapping[str, Any]) -> Iterator[str]:
 
 
 def lines_of_memory(memory: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table of the results of `profiling.memory` as text."""
+    """Yield the table of the results of `profiling.recorder` as text."""
     names = {"states": "optimizer states", "other": OUTSIDE}
     yield f"  {'memory at the peak of a step':<33}  {'size':>9}"
     for kind in ("parameters", "gradients", "states", "other", "activations"):

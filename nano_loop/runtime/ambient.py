@@ -9,6 +9,8 @@ Calls are watched from the creation of an optimizer until its first step, or unt
 gradient are not in a model yet. Loading state into an optimizer restarts this, and so does adding a module to another
 one, until an optimizer steps for the second time. Without a torch optimizer, calls are watched from the first backward
 on.
+
+Models that are already set up by DDP, FSDP, Fabric, `torch.compile` or several processes are left unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -28,25 +30,48 @@ from torch.utils.data import DataLoader
 from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.backward import backwards_watched
-from nano_loop.patching.calls.calls import newcomers_covered
-from nano_loop.patching.calls.entry import through_interceptor
-from nano_loop.patching.calls.exports import is_exporting
+from nano_loop.patching.calls.calls import new_modules_covered
+from nano_loop.patching.calls.entry import is_exporting, through_interceptor
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
+from nano_loop.patching.loaders import implicit_loaders_changed
 from nano_loop.patching.members import has_shapes, parameters_of
-from nano_loop.patching.objects.loaders import implicit_loaders_changed
-from nano_loop.patching.objects.optimizers import held_by, trained_by
+from nano_loop.patching.optimizers import held_by, trained_by
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
+from nano_loop.patching.torch_private_compiler import is_compiled
 from nano_loop.patching.user_code import warn
-from nano_loop.policy.product_precision import line_searches_in_fp32
+from nano_loop.precision.product_precision import line_searches_in_fp32
 from nano_loop.runtime.ambient_training import ChangedValues, Training
-from nano_loop.runtime.left_alone import reason_to_leave
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
 from nano_loop.steps import LOADER_STEPS
+from nano_loop.steps.step import SkipReason
+
+_BY_PROCESSES = SkipReason("distributed", "several processes train it")
+#: Why modules in wrappers of other libraries are not set up, by the class names of the wrappers.
+_WRAPPERS = {
+    "DistributedDataParallel": _BY_PROCESSES,
+    "FullyShardedDataParallel": _BY_PROCESSES,
+    "FSDPModule": _BY_PROCESSES,
+    "_FabricModule": SkipReason("fabric", "Fabric has set it up"),
+}
+
+
+def reason_to_leave(model: nn.Module) -> SkipReason | None:
+    """Return why a model that is already set up is left unchanged, or None."""
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return _BY_PROCESSES
+    for module in model.modules():
+        if is_compiled(module):
+            return SkipReason("compiled", "torch.compile has compiled it")
+        for base in type(module).__mro__:
+            if base.__name__ in _WRAPPERS:
+                return _WRAPPERS[base.__name__]
+    return None
+
 
 _modes: list[Ambient] = process_wide("ambient modes", [])
 
@@ -156,7 +181,7 @@ class Ambient:
         if not self._has_begun:
             self._has_begun = True
             self._watch_loaders()
-            self._ending.enter_context(newcomers_covered())
+            self._ending.enter_context(new_modules_covered())
             self._ending.callback(register_module_module_registration_hook(_note_module).remove)
         if not self._is_watching:
             self._is_watching = True

@@ -30,7 +30,7 @@ from nano_loop.patching.attributes import module_of
 from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, named_parameters_of
-from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.patching.optimizers import held_by
 from nano_loop.patching.walk import find
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult, size
@@ -46,6 +46,7 @@ _TIGHT = 0.5
 _MUCH = 0.25  # of the peak, from which on the report names its largest part
 _SHOWN = 4  # of the largest tensors
 _BEFORE, _ACTIVATIONS = "libraries and data", "activations"
+_CGROUP = "the cgroup"
 #: What to do, by the largest part.
 _HINTS = {
     "parameters": "Take a smaller model",
@@ -247,7 +248,7 @@ class MemoryWatch:
             limits.append(_Limit(most / self._ranks.size, self._options.as_written["memory_limit"]))
         left = memory_left(Tree("/")).get("the cgroup")
         if left is not None:
-            limits.append(_Limit((resident_memory() or 0) + left / self._ranks.local_size, "the cgroup"))
+            limits.append(_Limit((resident_memory() or 0) + left / self._ranks.local_size, _CGROUP))
         return min(limits, default=None)
 
     def _error(self, got: str, limit: _Limit | None) -> NanoMemoryError:
@@ -259,10 +260,12 @@ class MemoryWatch:
         allowed = "no memory is left" if limit is None else f"{limit.source} allows this process {size(limit.most)}"
         if self._ranks.size > 1 and limit is not None:
             allowed += f", one of {self._ranks.size}"
-        expected = f"{allowed}, for {_listed(parts.items())}"
+        expected = f"{allowed}; the parts are {_listed(parts.items())}"
         expected += f"; the largest tensors are {_listed(tensors)}" if tensors else ""
-        hint = _HINTS[max(_HINTS, key=lambda name: parts[name])]
-        return NanoMemoryError(error_message(got, expected, f"{hint}, or let the process have more memory"))
+        more = "let the process have more memory" if limit is None or limit.source == _CGROUP else "raise memory_limit"
+        is_too_low = limit is not None and parts[_BEFORE] > limit.most  # whatever the program trains
+        hint = more.capitalize() if is_too_low else f"{_HINTS[max(_HINTS, key=parts.__getitem__)]}, or {more}"
+        return NanoMemoryError(error_message(got, expected, hint))
 
 
 def _listed(sizes: Iterable[tuple[str, int]]) -> str:

@@ -64,10 +64,10 @@ class RunTask(Task):
 
     #: The steps of its run, in order.
     steps: tuple[type[Step], ...] = STEPS
-    #: The code around the options as the user writes them.
+    #: The code before and after the options, as the user writes them; `nano-loop tune` prints it.
     written: tuple[str, str] = ("@nano(", ")")
     #: A hint on how to set up objects.
-    set_up: str = "Pass the models and optimizers as arguments"
+    setup_hint: str = "Pass the models and optimizers as arguments"
 
     def __init__(self, settings: Settings, names: Mapping[str, Any], loop: Loop) -> None:
         super().__init__(names, loop)
@@ -79,8 +79,8 @@ class RunTask(Task):
 
     @override
     def run_in(self, slot: RankSlot) -> Any:
-        kinds = None if slot.ranks.context.witness is None else WITNESS_STEPS
-        return Run(self.settings, self, slot=slot, kinds=kinds).complete()
+        step_types = None if slot.ranks.context.witness is None else WITNESS_STEPS
+        return Run(self.settings, self, slot=slot, step_types=step_types).complete()
 
 
 class Run:
@@ -100,7 +100,7 @@ class Run:
         The report lines that the previous run printed. They are not printed again.
     outer : Run, optional
         The outer run, in the same process and with the same report.
-    kinds : sequence of type, optional
+    step_types : sequence of type, optional
         The classes of its steps, in order. By default, those of the task, or all.
     in_all_threads : bool
         Whether it applies to all threads that are not in another run, and not only to the thread that enters it.
@@ -115,7 +115,7 @@ class Run:
         launcher: Launcher | None = None,
         printed: LastPrinted | None = None,
         outer: Run | None = None,
-        kinds: Sequence[type[Step]] | None = None,
+        step_types: Sequence[type[Step]] | None = None,
         in_all_threads: bool = False,
     ) -> None:
         self.options = settings.options
@@ -128,10 +128,10 @@ class Run:
         self._slot: RankSlot | None = None
         # Without a block that bounds the run, models that are set up automatically predict as without nano_loop.
         self._interceptors = CallInterceptors(self._is_inner and self.options.kind.parameters is None)
-        self._kinds = _default_steps(task) if kinds is None else kinds
+        self._step_types = _default_steps(task) if step_types is None else step_types
         self._steps: list[Step] = []
         self.in_all_threads = in_all_threads
-        #: Watches steps of optimizers from entry on; None in a nested run.
+        #: Notices steps of optimizers, including those that were not set up, from entry on. None in a nested run.
         self.stepped: SteppedOptimizers | None = None
         self._ending = ExitStack()
 
@@ -143,11 +143,11 @@ class Run:
     @property
     def ranks(self) -> Ranks:
         """The ranks of the run, as seen from this process."""
-        return self._place.ranks
+        return self._active_slot.ranks
 
     @property
     def written(self) -> tuple[str, str]:
-        """The code around the options as the user writes them."""
+        """The code before and after the options, as the user writes them."""
         return ("nano_loop.accelerated(", ")") if self._task is None else self._task.written
 
     def __repr__(self) -> str:
@@ -176,7 +176,7 @@ class Run:
         context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated, self._clock)
         if self.options.split_batches and slot.ranks.size > 1 and not self._is_inner:
             ending.enter_context(slot.ranks.sharing_batches())
-        self._steps = [step(context) for step in self._kinds]
+        self._steps = [step(context) for step in self._step_types]
         ending.callback(self._interceptors.close)
         for step in self._steps:
             ending.callback(step.undo)
@@ -188,7 +188,7 @@ class Run:
             ending.enter_context(compilation_announced(lambda line: print_lines([line])))
         if not self._is_inner:
             self.scope = RunScope(slot.ranks, self.in_all_threads)
-            hint = _SET_UP if self._task is None else self._task.set_up
+            hint = _SETUP_HINT if self._task is None else self._task.setup_hint
             unmet = partial(self._results.unmet_of, self._steps)
             self.stepped = SteppedOptimizers(slot.ranks, self.scope, hint, self.apply, unmet, self._clock)
             ending.enter_context(self.stepped.looking())
@@ -214,18 +214,20 @@ class Run:
         finally:
             self.end()
 
-    def inner(self, kinds: Sequence[type[Step]] | None = None, **changes: Any) -> Run:
+    def inner(self, step_types: Sequence[type[Step]] | None = None, **changes: Any) -> Run:
         """Start and return a nested run with the same report. It lasts until it is exited.
 
         Parameters
         ----------
-        kinds : sequence of type, optional
+        step_types : sequence of type, optional
             The classes of its steps, in order. By default, all.
         **changes
             Options with changed values.
         """
         options = self.options.changed(changes) if changes else self.options
-        return Run(Settings(options, self._place.machine), slot=self._place, outer=self, kinds=kinds).__enter__()
+        return Run(
+            Settings(options, self._active_slot.machine), slot=self._active_slot, outer=self, step_types=step_types
+        ).__enter__()
 
     def end(self) -> None:
         """Undo the remaining changes. Has an effect only if Ctrl-C interrupted the first line of `__exit__`."""
@@ -234,28 +236,8 @@ class Run:
     def setup(self, model: Any, optimizer: Any = (), *dataloaders: DataLoader[Any]) -> Any:
         """Accelerate models, optimizers and loaders in place, until the run ends.
 
-        Parameters
-        ----------
-        model : torch.nn.Module, or a list or tuple of them
-            The models. They run in the layout and the precision that the options select. Their parameters stay the
-            same objects.
-        optimizer : torch.optim.Optimizer, or a list or tuple of them, optional
-            The optimizers. Those that support fused kernels are switched to them.
-        *dataloaders : torch.utils.data.DataLoader
-            The loaders. They keep their class and their attributes.
-
-        Returns
-        -------
-        object
-            ``model`` if it is alone, ``(model, optimizer)``, ``(model, optimizer, loader)``, or with several loaders
-            ``(model, optimizer, [loader, ...])``. These are the same objects that were passed.
-
-        Raises
-        ------
-        NanoConfigError
-            If an argument has the wrong type, or an explicitly requested option cannot be applied.
-        NanoError
-            If the run has not started or has ended.
+        Arguments, results and errors are those of `nano_loop.TorchNano.setup`, except that `model` may also be a list
+        or a tuple of models.
         """
         self.apply(TrainingObjects.of(model, optimizer, dataloaders))
         if isinstance(optimizer, tuple) and not (optimizer or dataloaders):
@@ -279,7 +261,7 @@ class Run:
         NanoConfigError
             If an explicitly requested step does not apply.
         """
-        slot = self._place
+        slot = self._active_slot
         if self.stepped is not None:
             self.stepped.add(parts)
         self._clock.add(parts.optimizers)
@@ -300,7 +282,7 @@ class Run:
 
     def note(self, result: StepResult) -> None:
         """Add an entry to the report."""
-        self._results.add(self._place, [result])
+        self._results.add(self._active_slot, [result])
 
     @contextmanager
     def without_averaging(self, model: nn.Module) -> Iterator[None]:
@@ -311,7 +293,7 @@ class Run:
             yield
 
     @property
-    def _place(self) -> RankSlot:
+    def _active_slot(self) -> RankSlot:
         if self._slot is None:
             got = "setup was called outside a run"
             expected = "its changes are undone when the run ends"
@@ -328,8 +310,8 @@ class Run:
             if self.stepped is not None and self.options.fused_optimizer:
                 results.append(self.stepped.final_result())
             results.append(self._memory.final_result())  # the last line
-            self._results.add_final(self._place, [result for result in results if result is not None])
-            if self._is_inner and self._kinds is STEPS:
+            self._results.add_final(self._active_slot, [result for result in results if result is not None])
+            if self._is_inner and self._step_types is STEPS:
                 self._results.note_unmet(self._steps)
 
     def _is_relevant(self, step: Step, parts: TrainingObjects) -> bool:
@@ -356,7 +338,7 @@ def _default_steps(task: RunTask | None) -> tuple[type[Step], ...]:
     return STEPS if task is None else task.steps
 
 
-_SET_UP = "Call run.setup(model, optimizer) before the first step"
+_SETUP_HINT = "Call run.setup(model, optimizer) before the first step"
 
 
 @contextmanager

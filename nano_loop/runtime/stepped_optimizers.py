@@ -15,7 +15,7 @@ from nano_loop.distributed.launch.active_runs import RunScope
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import called_before_steps, closure_of, held_by, trained_by
+from nano_loop.patching.optimizers import called_before_steps, closure_of, held_by, trained_by
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult

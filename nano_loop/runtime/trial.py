@@ -15,13 +15,12 @@ from typing import Generic, TypeVar
 
 from torch.optim import Optimizer
 
-from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.choices import Choice, choices_for
-from nano_loop.autotune.tuner import HOPELESS, NEARLY_ALWAYS
+from nano_loop.autotune.tuner import HOPELESS, NEARLY_ALWAYS, Budget
 from nano_loop.cpu import Machine
-from nano_loop.cpu.waits import Waits, is_busy, unsure
+from nano_loop.cpu.process import Waits, is_busy, unsure
 from nano_loop.patching.deterministic_mode import may_depend_on_times
-from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.patching.optimizers import held_by
 from nano_loop.patching.patch_table import shared_change, users
 
 #: The minimum speed-up of the other setting, by medians, and the slowdown of a step that triggers another

@@ -12,10 +12,9 @@ from nano_loop.steps.fast_images import FastImages
 from nano_loop.steps.frozen_dtype import FrozenDtype
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
-from nano_loop.steps.kernels import KERNEL_STEPS
+from nano_loop.steps.kernel_table import KERNEL_STEPS
 from nano_loop.steps.learning_rate import LearningRate
 from nano_loop.steps.log_casts import LogCasts
-from nano_loop.steps.num_threads import NumThreads
 from nano_loop.steps.op_lists import OperatorLists
 from nano_loop.steps.optimizer_state import OptimizerState
 from nano_loop.steps.parameter_dtype import ParameterDtype
@@ -24,7 +23,7 @@ from nano_loop.steps.products import Products
 from nano_loop.steps.sharding import Sharding
 from nano_loop.steps.step import Step, StepContext
 from nano_loop.steps.step_time import StepTime
-from nano_loop.steps.threads import Threads
+from nano_loop.steps.threads import NumThreads, Threads
 from nano_loop.steps.tune_operators import TuneOperators
 from nano_loop.steps.verify import Verify
 
@@ -41,9 +40,9 @@ STEPS: tuple[type[Step], ...] = (
     OptimizerState,  # before FusedOptimizer, which skips optimizers that this step handles
     FusedOptimizer,  # after the layouts are final: its kernels need state and gradients with the parameters' strides
     Precision,  # after ChannelsLast, so that each input is converted once, in fp32
-    Products,  # anywhere: it replaces kernels, not models
+    Products,  # anywhere: it replaces kernels, and does not change models
     OperatorLists,  # anywhere: it affects computations under autocast
-    GradientAveraging,  # anywhere: it hooks gradients, not models
+    GradientAveraging,  # anywhere: it hooks gradients, and does not change models
     LearningRate,  # after FusedOptimizer: it restores the learning rate before that step's hooks run
     *KERNEL_STEPS,  # before TuneOperators, which chooses their algorithms
     TuneOperators,  # after the kernels, whose default choices it replaces
@@ -59,7 +58,7 @@ STEPS: tuple[type[Step], ...] = (
 #: The steps that only affect loaders.
 LOADER_STEPS = tuple(step for step in STEPS if step.needs == "loaders")
 
-#: The steps of the witness of ranks that share batches. It computes as the plain loop does, in the run's precision.
+#: The steps of the witness, a process that computes whole batches as the plain loop does, in the run's precision.
 WITNESS_STEPS: tuple[type[Step], ...] = (ParameterDtype, FrozenDtype, Precision, OperatorLists, GradientAveraging)
 
 __all__ = [

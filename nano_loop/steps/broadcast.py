@@ -13,7 +13,7 @@ from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
 from nano_loop.distributed.data_parallel.initial_sync import make_equal, named_buffers, named_parameters
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, parameters_of
-from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.patching.optimizers import held_by
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
 

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from nano_loop.kernels.bernoulli import same_draws
 from nano_loop.kernels.convolution import pixel_means
-from nano_loop.kernels.dropout.bernoulli import same_draws
-from nano_loop.kernels.dropout.drawing_order import drawn_as_nchw, in_call, is_converted, mark
+from nano_loop.kernels.drawing_order import drawn_as_nchw, in_call, is_converted, mark
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import Substitution
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_functorch
-from nano_loop.runtime.objects.called_functions import names_called
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.layout_trial import LayoutTrial
+from nano_loop.steps.models import names_called
 from nano_loop.steps.step import ABSENT, SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

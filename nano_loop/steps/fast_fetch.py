@@ -1,6 +1,6 @@
 """Fetches a batch from an in-memory dataset with one indexing operation (see `nano_loop.data.whole_batches`).
 
-Samples of other datasets are collated by `nano_loop.data.collate`.
+Samples of other datasets are collated by `nano_loop.data.whole_batches`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
-from nano_loop.data.collate import collate
-from nano_loop.data.whole_batches import WholeBatches, is_supported, leaves_of
+from nano_loop.data.whole_batches import WholeBatches, collate, is_supported, leaves_of
 from nano_loop.patching.lifetime import undone_with
-from nano_loop.patching.objects.loaders import LoaderChange, changed
+from nano_loop.patching.loaders import LoaderChange, changed
 from nano_loop.patching.torch_private_loaders import collates_as_torch, is_default_collate
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step

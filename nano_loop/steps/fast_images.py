@@ -13,7 +13,7 @@ from typing_extensions import override
 from nano_loop.data.images.pipelines import compositions
 from nano_loop.errors import NanoError
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
-from nano_loop.patching.objects.loaders import changed
+from nano_loop.patching.loaders import changed
 from nano_loop.runtime.objects.report import StepResult, size
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import ABSENT, SkipReason, Step

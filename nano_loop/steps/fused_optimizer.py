@@ -12,7 +12,7 @@ from typing_extensions import override
 from nano_loop.optimizers.direct_steps import stepped_directly
 from nano_loop.optimizers.torch_fused_steps import has_own_steps
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
-from nano_loop.patching.objects.optimizers import is_dense
+from nano_loop.patching.optimizers import is_dense
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 

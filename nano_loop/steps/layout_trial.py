@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nano_loop.config.options import Options
-from nano_loop.cpu.waits import Waits, unsure
+from nano_loop.cpu.process import Waits, unsure
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.torch_private import calls_only_forward

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import Closure, closure_of, held_by, with_closure
+from nano_loop.patching.optimizers import Closure, closure_of, held_by, with_closure
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep, SkipReason

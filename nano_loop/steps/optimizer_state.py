@@ -18,7 +18,7 @@ from nano_loop.optimizers.torch_fused_steps import steps_fused
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with, weakly
-from nano_loop.patching.objects.optimizers import closure_of, held_by, with_closure
+from nano_loop.patching.optimizers import closure_of, held_by, with_closure
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import below_torch_functions
 from nano_loop.precision.autocast.conversion import convert_data

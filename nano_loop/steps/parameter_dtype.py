@@ -13,9 +13,9 @@ from typing_extensions import override
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.nested_tensors import Substitution, map_tensors
-from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.patching.optimizers import held_by
+from nano_loop.precision.autocast.call_under_autocast import explain
 from nano_loop.precision.autocast.conversion import Conversion
-from nano_loop.precision.autocast.dtype_errors import explain
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.step import SkipReason, Step
 

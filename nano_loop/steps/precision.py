@@ -19,7 +19,7 @@ from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper, is_forward
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import Substitution, map_tensors, shares_memory
-from nano_loop.patching.objects.optimizers import trained_by
+from nano_loop.patching.optimizers import trained_by
 from nano_loop.patching.ownership import OperatorRule
 from nano_loop.patching.user_code import warn
 from nano_loop.patching.walk import CONTAINERS, items_of, walk
@@ -33,11 +33,11 @@ from nano_loop.precision.autocast.autocast import (
 from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast, torch_replaced
 from nano_loop.precision.autocast.default_ops import in_force
 from nano_loop.precision.autocast.frozen_weights import RoundedOnce, remark_on_frozen, remark_on_integers, rounded_once
-from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.precision.autocast.output_activations import activations_noticed
 from nano_loop.precision.autocast.widest_dtype import widest_dtype_computed
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
+from nano_loop.steps.op_lists import OpLists
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -91,7 +91,8 @@ class Precision(Step):
                 continue
             once = self.undoing.enter_context(rounded_once(dtype)) if self._remark_on_frozen(model) else None
             interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model, once))
-            interceptor.leaves, interceptor.outward = _merges, partial(_substituted, _outward(model)(to_fp32))
+            interceptor.is_left_alone = _merges
+            interceptor.convert_output = partial(_substituted, _outward(model)(to_fp32))
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
             if once is not None:

@@ -14,20 +14,20 @@ from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.kernels.attention import blocked_attention, flash_attention
 from nano_loop.kernels.build import CompiledKernel, for_report
-from nano_loop.kernels.convolution import convolution, rounded_convolution
+from nano_loop.kernels.convolution import blocked_convolution, convolution
 from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.override import Override
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.policy.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.precision.autocast.frozen_weights import remark_on_integers
-from nano_loop.precision.diagnostics.cast_log import record_product
+from nano_loop.precision.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
 from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
 from nano_loop.runtime.trial import StepTrial
-from nano_loop.steps.kernels.models import has_attention, has_convolutions, large_weights
+from nano_loop.steps.log_casts import record_product
+from nano_loop.steps.models import has_attention, has_convolutions, large_weights
 from nano_loop.steps.step import SkipReason, Step
 
 #: Minimum number of elements of a weight. For smaller ones, the overhead of the replacement outweighs the gain.
@@ -46,7 +46,7 @@ class _Kind(NamedTuple):
     Attributes
     ----------
     name : str
-        A key of `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS`.
+        A key of `nano_loop.precision.product_precision.MIN_MULTIPLICATIONS`.
     overrides : tuple of Override
         The replacements of torch's kernels, only for this kind. Empty for LSTMs, which `fast_rnn` replaces.
     is_for : callable
@@ -67,7 +67,7 @@ def _has_large_weights(model: nn.Module) -> bool:
 
 _KINDS = (
     _Kind(PRODUCT, linear.OVERRIDES, _has_large_weights, product.KERNEL),
-    _Kind(CONVOLUTION, (*convolution.OVERRIDES, *rounded_convolution.OVERRIDES), has_convolutions),
+    _Kind(CONVOLUTION, (*convolution.OVERRIDES, *blocked_convolution.OVERRIDES), has_convolutions),
     _Kind(ATTENTION, flash_attention.OVERRIDES, has_attention, blocked_attention.KERNEL),
     _Kind(LSTM, (), lambda model: has_modules(model, (nn.LSTM,)), recurrence.KERNEL),
 )

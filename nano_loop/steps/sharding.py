@@ -17,7 +17,7 @@ from nano_loop.distributed.sharding.splitting import BatchSplitting, splits_indi
 from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
-from nano_loop.patching.objects.loaders import changed, implicit_loaders_changed
+from nano_loop.patching.loaders import changed, implicit_loaders_changed
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects

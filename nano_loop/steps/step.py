@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from torch import nn
 from typing_extensions import override
 
-from nano_loop.autotune.budget import Budget
+from nano_loop.autotune.tuner import Budget
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.ranks import ALONE, Ranks

@@ -9,10 +9,10 @@ from torch import nn
 from typing_extensions import override
 
 from nano_loop.autotune.choices import Choice, Choices, choices_for
-from nano_loop.autotune.generation import Generation
+from nano_loop.autotune.race import Generation
 from nano_loop.autotune.tuner import Tuner
-from nano_loop.cpu.waits import Waits, is_busy, unsure
-from nano_loop.kernels.embedding import row_gradient
+from nano_loop.cpu.process import Waits, is_busy, unsure
+from nano_loop.kernels import embedding
 from nano_loop.patching.calls.calls import CallInterceptor
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.runtime.objects.report import StepResult, duration
@@ -20,7 +20,7 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SMALL, SkipReason, Step
 
 #: Kernels without a choice of algorithms.
-_NOT_MEASURED = frozenset((row_gradient.KERNEL.name,))
+_NOT_MEASURED = frozenset((embedding.KERNEL.name,))
 #: After this many averagings, and at each doubling, the ranks adopt the measurements of rank 0.
 _FIRST_SHARING = 4
 

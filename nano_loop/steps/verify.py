@@ -13,7 +13,7 @@ from typing_extensions import override
 from nano_loop.errors import NanoWarning, error_message
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.members import buffers_of, parameters_of
-from nano_loop.patching.objects.optimizers import held_by
+from nano_loop.patching.optimizers import held_by
 from nano_loop.precision.verification.recorded_calls import NO_GRADIENT, RecordedCalls, loss_of
 from nano_loop.precision.verification.traces import tensors_kept
 from nano_loop.precision.verification.verification import Verification, verified

@@ -144,10 +144,10 @@ def test_setup_outside_train_is_told(job):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (lambda m, o, d: (m, None), ["optimizer is a builtins.NoneType"]),
-        (lambda m, o, d: (m, [o, 3]), ["optimizer is a builtins.int"]),
+        (lambda m, o, d: (m, None), ["optimizer is a NoneType"]),
+        (lambda m, o, d: (m, [o, 3]), ["optimizer is a int"]),
         (lambda m, o, d: (m, torch.optim.lr_scheduler.ConstantLR(o)), ["optimizer is a ", "ConstantLR"]),
-        (lambda m, o, d: (m, o, [d, d]), ["dataloaders is a builtins.list", "DataLoader"]),
+        (lambda m, o, d: (m, o, [d, d]), ["dataloaders is a list", "DataLoader"]),
         (lambda m, o, d: (m, o, d, d.dataset), ["dataloaders is a ", "TensorDataset"]),
         (lambda m, o, d: (o, m, [d]), ["model is a ", "optimizer is a ", "dataloaders is a "]),
     ],

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from nano_loop import NanoConfigError, verify
 from nano_loop.kernels.attention import attention, blocked_attention
 from nano_loop.kernels.convolution import convolution, gradient_plans
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.precision.verification.verification import compare, verified
 from nano_loop.runtime.run import accelerated_copy
 from nano_loop.runtime.settings import Settings

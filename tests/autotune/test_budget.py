@@ -6,7 +6,7 @@ from threading import Thread
 import pytest
 import torch
 
-from nano_loop.autotune import budget as module
+from nano_loop.autotune import tuner as module
 from nano_loop.runtime.clock import StepClock
 
 STEPS = module.STEPS

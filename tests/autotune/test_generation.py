@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from autotune.time_for import ALWAYS, TimeFor
-from nano_loop.autotune import generation as module
+from nano_loop.autotune import race as module
 from nano_loop.autotune.choices import Choice, Choices
-from nano_loop.autotune.generation import Generation
-from nano_loop.autotune.race import key_of
+from nano_loop.autotune.race import Generation, key_of
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.kernels.override import TORCH, Call
 

@@ -11,19 +11,19 @@ from torch.utils.checkpoint import checkpoint
 from autotune.time_for import ALWAYS, Clock, TimeFor
 from nano_loop import nano
 from nano_loop.autotune.choices import Choices
-from nano_loop.autotune.generation import Generation
+from nano_loop.autotune.race import Generation
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.kernels import override
-from nano_loop.kernels.attention import attention, flash_attention, torch_attention
-from nano_loop.kernels.convolution import convolution, rounded_convolution
+from nano_loop.kernels.attention import attention, blocked_attention, flash_attention
+from nano_loop.kernels.convolution import blocked_convolution, convolution
 from nano_loop.kernels.convolution.gradient_plans import Plan
 from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product, linear, product
-from nano_loop.kernels.norm import norm_arguments, norms
+from nano_loop.kernels.norm import norms
 from nano_loop.kernels.override import COMPILED, REFERENCE, ROUNDED, TORCH
 from nano_loop.kernels.rnn import rnn
 from nano_loop.kernels.rnn.recurrent_layer import LSTM
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.ownership import NO_RULES
 
 NHWC = torch.channels_last
@@ -51,7 +51,7 @@ def convolution_call(images=5, channels=16, outputs=24, groups=1, layout=NHWC):
 def rounded_convolution_call(images=5, stride=1):
     inputs, weight = normal(images, 16, 9, 9).float(), normal(24, 16, 3, 3).float()
     geometry = ([stride] * 2, [1, 1], [1, 1], False, [0, 0], 1)
-    return rounded_convolution._supports(ATEN.convolution, inputs, weight, None, *geometry)._replace(numbers_in=ROUNDED)
+    return blocked_convolution._supports(ATEN.convolution, inputs, weight, None, *geometry)._replace(numbers_in=ROUNDED)
 
 
 def product_call(rows=40, bias=False, transposed=False, dtype=torch.bfloat16, numbers_in="", last=56, **scales):
@@ -185,7 +185,7 @@ def every_size_is_large(monkeypatch):
         monkeypatch.setattr(place, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(attention, "MIN_SCORES", 1)
     monkeypatch.setattr(cross_entropy, "MIN_LOGITS", 1)
-    monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(norms, "MIN_ELEMENTS", 1)
 
 
 class Bench:
@@ -308,7 +308,7 @@ def test_recomputation_takes_the_algorithm_of_its_forward(measuring, monkeypatch
     """Even if another optimizer has stepped in between, which left time for a measurement."""
     monkeypatch.setattr(attention.blocked_attention, "supports", lambda *_: True)
     monkeypatch.setattr(attention.blocked_attention.KERNEL, "unavailable", None)
-    monkeypatch.setattr(attention.blocked_attention, "blocked_attention", torch_attention.by_torch)
+    monkeypatch.setattr(attention.blocked_attention, "blocked_attention", blocked_attention.by_torch)
     monkeypatch.setattr(Tuner, "choose", lambda self, *_: TORCH if self._budget.left() > 0 else None)
     taken, choose = [], override.choose
     monkeypatch.setattr(override, "choose", lambda *given: taken.append(choose(*given)) or taken[-1])

@@ -2,7 +2,7 @@
 
 
 class TimeFor:
-    """A budget of some seconds. See `nano_loop.autotune.budget.Budget`."""
+    """A budget of some seconds. See `nano_loop.autotune.tuner.Budget`."""
 
     def __init__(self, seconds):
         self.seconds = seconds

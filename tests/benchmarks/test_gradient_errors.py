@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import gradient_errors
 from nano_loop.kernels.linear import product
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 pytestmark = pytest.mark.skipif(
     product.KERNEL.unavailable is not None or not gives_kernels(), reason=f"{product.KERNEL.unavailable}, or torch 2.8"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_loop.config.exports import EXPORTS
+from nano_loop.config.environment import EXPORTS
 from nano_loop.config.protocol import INSTALL
 
 # Everything here is compared with plain Python: names visible to a script, and what other libraries look up in it.

@@ -33,7 +33,7 @@ def test_clean_machine_is_described(on, capsys):
         "processes 1 × 16, 2 × 8, 4 × 4, 8 × 2, 16 × 1 cores: "
         "nano-loop tune --num-processes auto --split-batches finds the fastest",
         "memory 67.4 GB, 64.5 GB available, no limit",
-        "a process 64.5 GB more by memory and swap",
+        "can allocate 64.5 GB of memory and swap",
         "shared memory 34.4 GB",
         "packages nano-loop 0.1.0, torch 2.13.0+cpu, lightning-fabric 2.6.6",
         "",

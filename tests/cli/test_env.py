@@ -11,7 +11,7 @@ import pytest
 
 from nano_loop.cli import SHAPE
 from nano_loop.cli.main import main
-from nano_loop.config.exports import EXPORTS, Exports
+from nano_loop.config.environment import EXPORTS, Exports
 from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, is_glibc, libraries_in
 
 ROOT = Path(__file__).parents[2]

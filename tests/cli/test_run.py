@@ -10,13 +10,12 @@ from option_values import TEXTS
 
 from cli.loops import looped
 from nano_loop.cli import SHAPE
-from nano_loop.cli import script_options as module
+from nano_loop.cli import script as module
 from nano_loop.cli.main import main
-from nano_loop.cli.script_options import flag_of
+from nano_loop.cli.script import flag_of
 from nano_loop.config import option_checks as checks
 from nano_loop.config.declarations import CHECKS
-from nano_loop.config.environment import may_be
-from nano_loop.config.exports import EXPORTS
+from nano_loop.config.environment import EXPORTS, may_be
 from nano_loop.config.leftovers import REMOVED, REMOVED_OTHERS
 from nano_loop.config.options import Options
 from nano_loop.config.protocol import INSTALL

@@ -10,7 +10,7 @@ import pytest
 from cli.loops import looped
 from nano_loop.cli import SHAPE
 from nano_loop.cli.main import main
-from nano_loop.cpu.waits import BUSY
+from nano_loop.cpu.process import BUSY
 
 
 def loop_of(steps):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from nano_loop.config.exports import EXPORTS, Exports, is_exported, read_exports
+from nano_loop.config.environment import EXPORTS, Exports, is_exported, read_exports
 from nano_loop.errors import NanoConfigError
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_loop.cpu.cpu_list import HIGHEST_CPU_ID, format_cpu_list, parse_cpu_list
+from nano_loop.cpu.tree import HIGHEST_CPU_ID, format_cpu_list, parse_cpu_list
 
 
 @pytest.mark.parametrize(

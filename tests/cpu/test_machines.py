@@ -5,8 +5,8 @@ import json
 import pytest
 
 from nano_loop.cpu import format_cpu_list, given_shares, partition, process_counts, read_machine
-from nano_loop.cpu.cpu_list import parse_cpu_list
 from nano_loop.cpu.reading import Host
+from nano_loop.cpu.tree import parse_cpu_list
 
 from .recording import MACHINES, built, unpack, write_all
 from .test_reading import assert_consistent

@@ -1,4 +1,4 @@
-"""Tests of nano_loop.cpu.waits."""
+"""Tests of nano_loop.cpu.process."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_loop.cpu.waits import Waits
+from nano_loop.cpu.process import Waits
 
 
 def write(tasks: Path, **threads: str) -> None:
@@ -30,7 +30,7 @@ def test_nothing_is_known_where_the_system_does_not_count(tmp_path: Path, text: 
 
 BUSY = """
 import os, subprocess, sys, time
-from nano_loop.cpu.waits import Waits
+from nano_loop.cpu.process import Waits
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
 waits, end = Waits(), time.monotonic() + 1

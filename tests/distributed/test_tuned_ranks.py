@@ -11,7 +11,7 @@ import nano_loop
 from distributed import small
 from nano_loop import nano
 from nano_loop.cpu import read_machine
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.steps.tune_operators import TuneOperators
 
 

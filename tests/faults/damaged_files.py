@@ -13,8 +13,8 @@ from kernels.conftest import forget_libraries
 from faults.fault import Fault
 from faults.runs import environ, train
 from nano_loop import nano
-from nano_loop.data.images import entries, lifetime
-from nano_loop.data.images.entries import ImageEntry
+from nano_loop.data.images import lifetime, store
+from nano_loop.data.images.store import ImageEntry
 from nano_loop.kernels import build
 
 _IMAGE = ImageEntry(np.zeros((10, 10, 3), np.uint8), "{}")
@@ -64,9 +64,9 @@ def _entry(damage):
 
 def _claim_more(entry):
     content = bytearray(entry.read_bytes())
-    struct.pack_into("<II", content, entries._SUM.size + len(_KEY), 90_000, 90_000)
-    head = content[entries._SUM.size :]
-    entry.write_bytes(entries._SUM.pack(entries._MAGIC, zlib.crc32(head)) + head)
+    struct.pack_into("<II", content, store._SUM.size + len(_KEY), 90_000, 90_000)
+    head = content[store._SUM.size :]
+    entry.write_bytes(store._SUM.pack(store._MAGIC, zlib.crc32(head)) + head)
 
 
 def _damage_count(entry):

@@ -8,9 +8,8 @@ from loops.pairs import rounding_every_product
 from steps.kernels.cases import compute_in_c
 
 from kernels.differentiated import modules
-from nano_loop.kernels import build
+from nano_loop.kernels import bernoulli, build
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.rnn import rnn
 
 _CACHES = (build.level, build.why_none, build.compiled, build._announce_compilation)

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nano_loop.kernels import override
-from nano_loop.kernels.activation import activations
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.kernels import activations, override
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.ownership import NO_RULES
 
 pytestmark = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")

@@ -11,7 +11,7 @@ from kernels.compared.attention import attention, inputs, results
 from nano_loop.kernels.attention import attention as module
 from nano_loop.kernels.attention import blocked_attention
 from nano_loop.kernels.attention.attention import BLOCKS
-from nano_loop.patching.operators.operators import overridden, plainly
+from nano_loop.patching.operators import overridden, plainly
 
 IN_BLOCKS = pytest.mark.skipif(
     blocked_attention.KERNEL.unavailable is not None, reason=str(blocked_attention.KERNEL.unavailable)

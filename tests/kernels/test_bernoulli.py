@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kernels.conftest import forget_libraries
+from nano_loop.kernels import bernoulli
 from nano_loop.kernels import build as compiled
-from nano_loop.kernels.dropout import bernoulli
-from nano_loop.kernels.dropout.bernoulli import KERNEL, MIN_ELEMENTS, exact, vectorized_draws
-from nano_loop.patching.operators.operators import overridden
+from nano_loop.kernels.bernoulli import KERNEL, MIN_ELEMENTS, replacement, vectorized_draws
+from nano_loop.patching.operators import overridden
 
 LARGE = 100_003
 RATES = [0.1, 0.5, 0.9, 1 / 3, 5e-6, 2**-17, 2**-53, 1e-300, 1 - 2**-53, 0.0, 1.0]
@@ -123,7 +123,7 @@ def test_rate_that_torch_refuses_is_refused(p):
 def test_without_torchs_kernel_the_draws_are_the_same():
     """torch 2.8 does not expose its kernels."""
     makes = [functools.partial(torch.empty, count) for count in (10, LARGE)]
-    with overridden("bernoulli_.float", lambda _: exact(None), "CPU"):
+    with overridden("bernoulli_.float", lambda _: replacement(None), "CPU"):
         actual = [drawn(make, 0.4) for make in makes]
     for one, make in zip(actual, makes, strict=True):
         assert all(map(torch.equal, one, drawn(make, 0.4)))

@@ -7,7 +7,7 @@ from torch import nn
 from kernels.compared.convolutions import NHWC, case
 from nano_loop import accelerated
 from nano_loop.kernels.convolution import blocked_convolution as module
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 pytestmark = pytest.mark.skipif(not module.KERNEL.uses_amx, reason="the CPU has no AMX")
 

@@ -1,16 +1,19 @@
 """C files compile, libraries are named after their inputs, and errors of the compiler are quoted."""
 
 import ctypes
+import functools
 import math
 import platform
+import runpy
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from nano_loop.config.environment import kernels_choice
 from nano_loop.kernels import compiler
-from nano_loop.kernels.compiler import LEVELS, NATIVE, UnavailableError, chosen_level, compile_levels, library_name
+from nano_loop.kernels.compiler import LEVELS, NATIVE, UnavailableError, chosen_level, library_name
 
 X86_64, ARM = ([level for level in LEVELS if level.machine == machine] for machine in ("x86_64", "aarch64"))
 SOURCES = sorted(compiler.SOURCES.glob("*.c"))
@@ -144,6 +147,8 @@ def test_library_is_named_by_sources_and_flags_and_not_by_the_compiler(short_sou
 
 # --- installation ---
 
+BY_SETUP = runpy.run_path(str(Path(__file__).parents[2] / "scripts/compile_levels.py"))
+compile_levels = functools.partial(BY_SETUP["compile_levels"], compiler)
 FOR_WHEELS = pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels here are those of x86-64")
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from kernels.compared.norms import OURS, case_of
 from nano_loop import accelerated
 from nano_loop.kernels.denormals import count_of_threads, flush, restore
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 TINY = torch.finfo(torch.float32).tiny
 DENORMAL = 1e-39

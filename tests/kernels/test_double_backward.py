@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.differentiated import ROWS, modules
 from nano_loop import accelerated
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),

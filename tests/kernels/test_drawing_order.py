@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import accelerated
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 
 class Dropping(nn.Module):

@@ -14,9 +14,9 @@ from nano_loop.kernels import override
 from nano_loop.kernels.attention import flash_attention
 from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product
-from nano_loop.kernels.norm import norm_arguments, rms_norm
-from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.steps.kernels import models
+from nano_loop.kernels.norm import norms, rms_norm
+from nano_loop.patching.operators import gives_kernels
+from nano_loop.steps import models
 
 in_runs = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
 CHOOSE = override.Override._is_chosen
@@ -58,7 +58,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def every_size_is_large(monkeypatch):
-    monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(norms, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(cross_entropy, "MIN_LOGITS", 1)
     monkeypatch.setattr(rms_norm, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(fp32_product, "MIN_MULTIPLICATIONS", 1)

@@ -15,7 +15,7 @@ from kernels.heads import WORDS, Language, batch, model_of, small_heads
 from nano_loop import accelerated, nano
 from nano_loop.kernels.head import head
 from nano_loop.kernels.head.logits import LazyLogits
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from torch.utils.dlpack import to_dlpack
 from kernels.heads import WORDS, batch, model_of, small_heads
 from nano_loop import accelerated
 from nano_loop.kernels.head.logits import LazyLogits
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.patch_table import left_by_runs
 from nano_loop.patching.torch_private import as_plain_tensors
 

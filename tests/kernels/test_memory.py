@@ -21,7 +21,7 @@ from nano_loop.kernels.convolution import blocked_convolution, weight_gradient
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.memory import CONTIGUOUS, DENSE, Pointer, UnsupportedTensorError, attempt, check
 from nano_loop.optimizers import split_steps
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 ROOT = Path(kernels.__file__).parent
 MODULES = [

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import accelerated
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 pytestmark = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
 

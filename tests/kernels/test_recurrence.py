@@ -19,7 +19,7 @@ from nano_loop import accelerated
 from nano_loop.kernels import override
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.rnn import recurrence, rnn
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.ownership import NO_RULES
 
 pytestmark = [

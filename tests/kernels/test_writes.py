@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kernels.differentiated import ROWS
 from nano_loop import accelerated
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),

@@ -7,23 +7,22 @@ from steps.kernels.cases import compute_in_c
 
 from nano_loop import nano
 from nano_loop.config.declarations import EXACT as VALUES
-from nano_loop.kernels.activation import activations
+from nano_loop.kernels import activations, bernoulli, embedding
 from nano_loop.kernels.attention import attention, flash_attention
 from nano_loop.kernels.convolution import depthwise, gradient_plans
-from nano_loop.kernels.dropout import bernoulli
-from nano_loop.kernels.embedding import lookup
 from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product, linear
-from nano_loop.kernels.norm import norm_arguments, rms_norm
-from nano_loop.steps.kernels import KERNEL_STEPS, models
+from nano_loop.kernels.norm import norms, rms_norm
+from nano_loop.steps import models
+from nano_loop.steps.kernel_table import KERNEL_STEPS
 
 from .changes import ROWS, built, calls, changed_by, layers
 from .pairs import EXACT, FUSED, NHWC_FUSED, PRODUCTS, SHIPPED_NHWC, Config, check
 from .pairs import built as arguments_of
 
 MINIMUM_SIZES = (
-    *((place, "MIN_ELEMENTS") for place in (activations, bernoulli, depthwise, gradient_plans, lookup)),
-    *((place, "MIN_ELEMENTS") for place in (norm_arguments, rms_norm)),
+    *((place, "MIN_ELEMENTS") for place in (activations, bernoulli, depthwise, gradient_plans, embedding)),
+    *((place, "MIN_ELEMENTS") for place in (norms, rms_norm)),
     *((place, "MIN_MULTIPLICATIONS") for place in (flash_attention, fp32_product, gradient_plans, linear)),
     *((attention, "MIN_SCORES"), (cross_entropy, "MIN_LOGITS"), (models, "LARGE_IN_FP32")),
 )

@@ -13,14 +13,14 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 from nano_loop import accelerated
-from nano_loop.kernels.embedding import lookup, row_gradient
+from nano_loop.kernels import embedding
 from nano_loop.optimizers import row_steps
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.patch_table import left_by_runs
 from nano_loop.patching.torch_private import address_of
 
 pytestmark = [
-    pytest.mark.skipif(row_gradient.KERNEL.unavailable is not None, reason=str(row_gradient.KERNEL.unavailable)),
+    pytest.mark.skipif(embedding.KERNEL.unavailable is not None, reason=str(embedding.KERNEL.unavailable)),
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
 ]
 ROWS, STEPS = 61, 7
@@ -28,7 +28,7 @@ ROWS, STEPS = 61, 7
 
 @pytest.fixture(autouse=True)
 def every_table_is_large(monkeypatch):
-    monkeypatch.setattr(lookup, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(embedding, "MIN_ELEMENTS", 1)
 
 
 class Pairs(nn.Module):
@@ -430,8 +430,8 @@ def test_versions_rise_as_in_torchs_loop_and_states_are_looked_through_once(kind
     torch.manual_seed(0)
     model = Pairs()
     optimizer = kind(model.parameters(), fused=fused)
-    called, kernel = [], row_gradient.KERNEL
-    monkeypatch.setattr(row_gradient, "KERNEL", lambda name, *given: called.append(name) or kernel(name, *given))
+    called, kernel = [], embedding.KERNEL
+    monkeypatch.setattr(embedding, "KERNEL", lambda name, *given: called.append(name) or kernel(name, *given))
     with row_steps_counted() as taken, accelerated(model, optimizer, verbose=False):
         for number in range(STEPS):
             states = [value for state in optimizer.state.values() for value in state.values() if number > 1]
@@ -454,17 +454,17 @@ def test_the_table_that_a_loop_drops_is_freed():
         model = Pairs()
         run.setup(model, SGD(model.parameters(), lr=0.1))
         model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
-        assert row_gradient.row_gradient_of(model.users.weight) is not None
+        assert embedding.row_gradient_of(model.users.weight) is not None
         key = id(model.users.weight)
         del model
-        assert key not in row_gradient.row_gradients
+        assert key not in embedding.row_gradients
 
 
 def test_code_that_is_not_set_up_is_torchs():
     model, other = Pairs(), Pairs()
     with accelerated(model, SGD(model.parameters(), lr=0.1), verbose=False):
         other(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
-        assert row_gradient.row_gradient_of(other.users.weight) is None
+        assert embedding.row_gradient_of(other.users.weight) is None
 
 
 def test_another_arithmetic_of_torch_is_left_to_it(monkeypatch):

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nano_loop import all_gather, nano
 from nano_loop.config.declarations import EXACT as VALUES
-from nano_loop.kernels.activation import activations
-from nano_loop.kernels.norm import norm_arguments
+from nano_loop.kernels import activations
+from nano_loop.kernels.norm import norms
 
 from .nested import differences
 from .pairs import EXACT, FUSED, built, check, is_model, run_accelerated, run_plain
@@ -54,7 +54,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def every_size_is_large(monkeypatch):
-    for place in (activations, norm_arguments):
+    for place in (activations, norms):
         monkeypatch.setattr(place, "MIN_ELEMENTS", 1)
 
 

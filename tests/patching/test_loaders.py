@@ -8,9 +8,9 @@ from contextlib import ExitStack
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
+from nano_loop.patching import loaders
 from nano_loop.patching.lifetime import undone_with
-from nano_loop.patching.objects import loaders
-from nano_loop.patching.objects.loaders import LoaderChange, changed
+from nano_loop.patching.loaders import LoaderChange, changed
 
 
 class Numbers(Dataset):

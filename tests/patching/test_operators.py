@@ -7,8 +7,8 @@ import textwrap
 import pytest
 import torch
 
-from nano_loop.patching.operators import operators
-from nano_loop.patching.operators.operators import (
+from nano_loop.patching import operators
+from nano_loop.patching.operators import (
     AUTOCAST,
     gives_kernels,
     overridden,
@@ -60,7 +60,7 @@ def test_it_stays_until_the_last_user_has_left_and_torchs_kernel_is_taken_once()
 def test_first_override_of_a_process_warns_of_nothing():
     script = """
         import torch
-        from nano_loop.patching.operators.operators import overridden, plainly
+        from nano_loop.patching.operators import overridden, plainly
         with overridden("bernoulli_.float", plainly(lambda tensor, *args, **kwargs: tensor.fill_(7)), "CPU"):
             print(torch.empty(1).bernoulli_(0.5).item())
     """

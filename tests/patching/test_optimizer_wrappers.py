@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from nano_loop import NanoWarning
-from nano_loop.patching.objects.optimizer_wrappers import innermost
+from nano_loop.patching.optimizers import innermost
 
 
 def weights(count=1):

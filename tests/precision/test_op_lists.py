@@ -12,7 +12,7 @@ import nano_loop
 from nano_loop import NanoConfigError, disable_casts, nano
 from nano_loop.config.op_names import SAFE, operators_of, overloads_of
 from nano_loop.patching.nested_tensors import map_tensors
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.walk import find
 from nano_loop.precision.autocast.default_ops import TORCHS, overload_of
 from precision import op_samples

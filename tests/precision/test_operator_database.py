@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nano_loop.kernels.linear import product
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 POLE, STEP = "a pole is near the sample", "a step is near the sample"
 STEEP = "the function is steep at the sample: the rounding of the input alone changes the result in fp32 as much"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import distributions, nn
 
 from nano_loop import NanoError, disable_casts
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.precision import Precision
 

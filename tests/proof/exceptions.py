@@ -25,7 +25,7 @@ def _family(case):
 
 
 _NUMBERS = ("outputs", "gradients", "parameters", "states")
-_LAYOUTS = "Its fused kernel updates wrong elements where a gradient or state lies otherwise than its parameter"
+_LAYOUTS = "Its fused kernel updates wrong elements if a gradient or state has other strides than its parameter"
 
 _ALL_NUMBERS = ("fp32", "auto", "bf16")
 
@@ -42,7 +42,7 @@ KNOWN = tuple(
     )
 )
 
-_HEAD, _END = "| sample | in | whose | reason |\n| --- | --- | --- | --- |\n", "\n<!-- end -->"
+_HEAD, _END = "| sample | mode | origin | reason |\n| --- | --- | --- | --- |\n", "\n<!-- end -->"
 
 
 def page():

@@ -8,9 +8,8 @@ import zlib
 from nano_loop import kernels
 from nano_loop.kernels.head import head, layers
 from nano_loop.kernels.override import REFERENCE, TORCH
-from nano_loop.policy import product_precision
-from nano_loop.steps import products
-from nano_loop.steps.kernels import models
+from nano_loop.precision import product_precision
+from nano_loop.steps import models, products
 
 #: Names of constants that are thresholds between torch's kernel and nano_loop's.
 _LEAST = re.compile(r"MIN_[A-Z]+|MANY_CLASSES|LARGE(_IN_FP32)?|SMALLEST_WEIGHT")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels import bernoulli
 from nano_loop.kernels.override import Override
 from nano_loop.optimizers import direct_steps, torch_fused_steps
 from nano_loop.runtime.run import Run

@@ -18,7 +18,7 @@ from watched import Net, is_fused
 
 import nano_loop
 from nano_loop import NanoConfigError, NanoWarning, accelerated, nano
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 X, Y = torch.randn(12, 3), torch.randn(12, 2)
 EXACT = {"verbose": False, "exact": True}

@@ -15,8 +15,7 @@ from nano_loop.autotune import choices
 from nano_loop.config.options import Options
 from nano_loop.config.protocol import COMMAND, Command
 from nano_loop.cpu import read_machine
-from nano_loop.runtime.learnt_options import learn, script_of_process
-from nano_loop.runtime.settings import Settings
+from nano_loop.runtime.settings import Settings, learn, script_of_process
 
 FOUND = {"allocator": False, "channels_last": True}
 
@@ -59,7 +58,7 @@ def test_environment_stays(monkeypatch):
 
 def test_edited_script_and_one_that_is_measured_or_launched_are_as_written(tuned, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("nano_loop.runtime.learnt_options.take_command", lambda: Command("tune", "", {}))
+        patch.setattr("nano_loop.runtime.settings.take_command", lambda: Command("tune", "", {}))
         assert not read()
     with monkeypatch.context() as patch:
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():

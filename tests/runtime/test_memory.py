@@ -185,6 +185,13 @@ def test_error_of_torch_in_a_loop_that_was_set_up_is_the_same_error() -> None:
     assert "0.weight" in str(caught.value)
 
 
+def test_advice_is_to_raise_a_limit_that_the_libraries_alone_exceed() -> None:
+    with pytest.raises(
+        nano_loop.NanoMemoryError, match=r"; the parts are libraries and data .*\. Raise memory_limit\.$"
+    ):
+        trained(memory_limit="50 MB")
+
+
 def test_other_errors_and_those_outside_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="shapes") as caught:
         trained(body=lambda step, model: torch.ones(2, 3) @ torch.ones(2, 3))

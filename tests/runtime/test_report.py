@@ -81,7 +81,7 @@ def test_text_says_what_the_environment_overrode():
 
 def test_last_result_of_a_step_is_found_by_its_name():
     assert report(FETCH, FUSED, FETCHED)["fast_fetch"] is FETCHED
-    with pytest.raises(KeyError, match="precision"):
+    with pytest.raises(KeyError, match=r"report\['precision'\]: this report has fast_fetch\. Use"):
         report(FETCH)["precision"]
 
 

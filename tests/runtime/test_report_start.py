@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 PROGRAM = textwrap.dedent("""
     import torch

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nano_loop.autotune import budget as budget_module
-from nano_loop.autotune.budget import Budget
+from nano_loop.autotune import tuner as budget_module
 from nano_loop.autotune.choices import Choices
+from nano_loop.autotune.tuner import Budget
 from nano_loop.runtime import trial as module
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.trial import PATIENCE, StepTrial

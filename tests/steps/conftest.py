@@ -57,3 +57,11 @@ def set_num_threads(monkeypatch):
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def nothing_compiled():
+    """Start the test with nothing compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

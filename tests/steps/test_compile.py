@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compile.conftest import nothing_compiled  # noqa: F401
 from torch import nn
 
 from nano_loop import nano
@@ -20,6 +19,8 @@ from nano_loop.patching.torch_private_compiler import compiled_call
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.compile import Compile
 from nano_loop.storage.cache_folder import inductor_folder
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 class Net(nn.Module):

@@ -21,7 +21,7 @@ from nano_loop.kernels.head import head
 from nano_loop.kernels.head.logits import LazyLogits
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.narrow_weight import NarrowWeight
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.precision.autocast import frozen_weights
 
 BF16 = EXACT | {"frozen_dtype": "bf16", "verbose": False}

@@ -8,8 +8,7 @@ from nano_loop import nano
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.trial import StepTrial
-from nano_loop.steps.num_threads import NumThreads
-from nano_loop.steps.threads import Threads
+from nano_loop.steps.threads import NumThreads, Threads
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import nano_loop
 from nano_loop import TorchNano, nano
-from nano_loop.autotune import budget
+from nano_loop.autotune import tuner
 from nano_loop.kernels import override
 from nano_loop.kernels.linear import product
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.patch_table import users
-from nano_loop.policy.product_precision import CONVOLUTION, LSTM, PRODUCT, Policy
+from nano_loop.precision.product_precision import CONVOLUTION, LSTM, PRODUCT, Policy
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import products as module
 
@@ -507,7 +507,7 @@ def clock(monkeypatch):
     """Round all products, and measure steps without a time limit, on a clock that the loop sets."""
     made = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: made.now)
-    monkeypatch.setattr(budget, "SHARE", 100.0)
+    monkeypatch.setattr(tuner, "SHARE", 100.0)
     monkeypatch.setattr(override, "choose", lambda rules, call, algorithms, guess: guess)
     monkeypatch.setattr(module.Products, "_may_measure", lambda self: True)  # for fp16, too, which any CPU can round
     return made

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nano_loop.config.exports import EXPORTS, Exports
+from nano_loop.config.environment import EXPORTS, Exports
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import threads as threads_module

@@ -12,8 +12,8 @@ from nano_loop.autotune import choices, tuner
 from nano_loop.autotune.choices import Choice, Choices
 from nano_loop.distributed.comm.ranks import RunContext
 from nano_loop.kernels import override
-from nano_loop.kernels.norm import norm_arguments, norms
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.kernels.norm import norms
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.ownership import Rules
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import tune_operators as module
@@ -71,7 +71,7 @@ def test_choices_of_a_busy_moment_are_measured_again_by_the_next_run(measuring, 
 @measured
 @pytest.mark.parametrize("guess", [override.TORCH, override.COMPILED])
 def test_run_in_fp32_measures_functions_in_c_and_leaves_statistics_alone(measuring, monkeypatch, guess):
-    monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(norms, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(override, "_default_in_fp32", lambda: guess)
 
     def state(**options):
@@ -115,7 +115,7 @@ def test_mode_that_the_loop_switches_on_keeps_to_the_first_guesses(
     measuring, monkeypatch, deterministic, precision, is_stored
 ):
     """Applies with or without an earlier run's choice. Another algorithm is always faster here."""
-    monkeypatch.setattr(norm_arguments, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(norms, "MIN_ELEMENTS", 1)
     found = []
 
     def other(race, guess, *_):

@@ -17,12 +17,12 @@ from nano_loop.autotune.choices import save_all
 from nano_loop.cli.tuning import LEAST, WARMUP
 from nano_loop.config.protocol import Command, is_json, take_command
 from nano_loop.cpu import peak_memory
-from nano_loop.cpu.waits import BUSY, Waits
+from nano_loop.cpu.process import BUSY, Waits
 from nano_loop.errors import NanoError
-from nano_loop.patching.objects.optimizers import called_after_steps, held_by
-from nano_loop.runtime.learnt_options import script_of_process
+from nano_loop.patching.optimizers import called_after_steps, held_by
 from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.run import Run, active_run
+from nano_loop.runtime.settings import script_of_process
 
 
 def begin_requested(install: Callable[[], None], uninstall: Callable[[], None], *, is_explicit: bool) -> None:

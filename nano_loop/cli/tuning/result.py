@@ -25,6 +25,7 @@ _MANY = 3  # from this number of disabled steps on, the table only counts them
 _WIDTH = 100  # columns of the text
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # words
 _PLAIN, _AS_IT_IS = "plain PyTorch", "unchanged"
+INTERRUPTED = "not measured: interrupted"  # the note of a row
 _CHOSEN, _OTHER = "#1f6f4a", "#9aa5b1"  # colours of bars
 
 
@@ -71,7 +72,7 @@ class Row:
         if len(left_out) < _MANY:
             return as_text(self.options) or _AS_IT_IS
         rest = as_text({name: value for name, value in self.options.items() if name not in left_out})
-        return ", ".join([*([rest] if rest else []), f"without {len(left_out)} steps"])
+        return ", ".join([*([rest] if rest else []), f"{len(left_out)} default steps off"])
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the table."""
@@ -116,7 +117,8 @@ class Tuning:
             yield _wrapped(options, f"{mark} {numbers}  ")
         yield ""
         yield from map(_wrapped, self.remarks)
-        yield f"fastest (found in {self.seconds:.0f} s):"
+        is_complete = all(row.note != INTERRUPTED for row in self.rows)
+        yield f"{'fastest' if is_complete else 'fastest of what was measured'}, after {self.seconds:.0f} s:"
         yield f"  {self.line}"
 
 

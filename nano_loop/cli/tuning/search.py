@@ -1,4 +1,7 @@
-"""The search for the fastest options of a script. Each candidate runs it twice, in two rounds of opposite order."""
+"""The search for the fastest options of a script. Each candidate runs it twice, in two rounds of opposite order.
+
+The fastest options are saved for later runs of the script.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nano_loop.cli.script_options import Script
+from nano_loop.cli.script import Script
 from nano_loop.cli.tuning import LEAST, WARMUP
 from nano_loop.cli.tuning.candidates import OF_NUMBERS, Changes, candidates
-from nano_loop.cli.tuning.learning import PAYS, save_fastest
-from nano_loop.cli.tuning.result import Row, Tuning, as_text, differing
+from nano_loop.cli.tuning.result import INTERRUPTED, Row, Tuning, as_text, differing
 from nano_loop.cli.tuning.trial import TrialFailedError, Trials, say
 from nano_loop.config.options import Options
 from nano_loop.cpu import read_machine
-from nano_loop.cpu.waits import BUSY
+from nano_loop.cpu.process import BUSY
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 
 #: Options that the ambient mode does not support, since it has one process.
@@ -75,7 +77,7 @@ class Search:
             self.is_interrupted = True
             self._remarks.append("Interrupted: not everything was measured, and no results were compared.")
             for row in self._rows:
-                row.note = row.note or ("" if row.seconds else "not measured: interrupted")
+                row.note = row.note or ("" if row.seconds else INTERRUPTED)
             chosen = self._chosen()
         return self._result(chosen)
 
@@ -235,3 +237,41 @@ def _without_effect(changes: Changes, steps: Mapping[str, Sequence[str]]) -> str
         if status == "skipped" and value not in (False, None, "auto"):
             return f"no effect: {detail}"
     return ""
+
+
+#: The minimum speed-up of a candidate that is chosen or saved.
+PAYS = 1.02
+#: Options that later runs do not use automatically: they change the batches, or depend on software that may be gone.
+_NOT_LEARNT = frozenset(("num_processes", "use_ipex", "compile"))
+
+
+def save_fastest(rows: Sequence[Row], options: Options, script: str) -> Iterator[str]:
+    """Save the fastest options in each precision, and yield a line about each.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        The measured candidates, of which the first is the unchanged script.
+    options : Options
+        The options of the unchanged script.
+    script : str
+        See `nano_loop.runtime.settings.script_of_process`.
+    """
+    from nano_loop.runtime.settings import learn  # here, since it imports torch, which takes a second
+
+    own, unchanged = options.precision, rows[0]
+    rows = [row for row in rows if row.seconds and not (row.note or row.plain)]
+    asked_for = {"num_processes": "auto", "split_batches": True} if options.num_processes == "auto" else {}
+    rows = [row for row in rows if (_NOT_LEARNT - {*asked_for}).isdisjoint(row.options)]
+    for precision in dict.fromkeys(row.options.get("precision", own) for row in rows):
+        base = {} if precision == own else {"precision": precision}
+        before = next((row for row in rows if row.options == base), None)
+        faster = [row for row in rows if row.options.get("precision", own) == precision]
+        faster = [row for row in faster if before is None or row.pays(before, PAYS)]
+        best = min(faster, key=lambda row: row.milliseconds or 0.0, default=before or unchanged)
+        changes = {"num_processes": 1} if asked_for else {}  # one process is a valid result
+        changes |= {name: value for name, value in best.options.items() if name != "precision"}
+        learn(read_machine(), script, options.changed(base), changes)
+        if changes:
+            written = as_text({"precision": precision, **asked_for})
+            yield f"Later runs of this script with {written} use {as_text(changes)}."

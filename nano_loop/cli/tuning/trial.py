@@ -11,8 +11,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from nano_loop.cli.script import started
-from nano_loop.cli.script_options import Script
+from nano_loop.cli.script import Script, started
 from nano_loop.cli.tuning.candidates import Changes
 from nano_loop.config.environment import variable_of
 from nano_loop.errors import quoted

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from nano_loop.data.images.pipelines import Plan, compositions, plan_of
 from nano_loop.data.images.store import Store
 from nano_loop.patching.attributes import has_own
-from nano_loop.patching.objects.loaders import LoaderChange
+from nano_loop.patching.loaders import LoaderChange
 from nano_loop.patching.torch_private_loaders import is_default_collate
 
 if TYPE_CHECKING:

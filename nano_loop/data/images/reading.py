@@ -1,4 +1,9 @@
-"""Reads image files through the cache: the result of the deterministic transforms is looked up, or made and cached."""
+"""Reads image files through the cache: the result of the deterministic transforms is looked up, or made and cached.
+
+If the first transform resizes JPEG images to less than 1/2, 1/4 or 1/8 of their size, they are decoded at that size.
+libjpeg does this in its block transform, at a fraction of the cost. The pixels differ from decoding at full size;
+docs/images.md shows by how much.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +16,40 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from PIL import ImageFile, features
+from PIL import Image, ImageFile, features
 from PIL import __version__ as pillow_version
 
 from nano_loop.data.images.batches import Pending, pending
-from nano_loop.data.images.entries import entry_of
-from nano_loop.data.images.pipelines import Plan, applied
-from nano_loop.data.images.scaled import resized
-from nano_loop.data.images.store import Store
+from nano_loop.data.images.pipelines import V1, Plan, applied
+from nano_loop.data.images.store import Store, entry_of
+
+
+def resized(path: str, resize: Any) -> Any:
+    """Return the result of a `Resize` for an image file; None if the image must be decoded at full size."""
+    if type(resize).__name__ != "Resize":
+        return None
+    with Image.open(path) as image:
+        size = image.size
+        target = _target_size(size, resize.size, resize.max_size)
+        if target is None or image.draft(image.mode, (target[1], target[0])) is None or image.size == size:
+            return None
+        converted = image.convert("RGB")
+    functional: Any = sys.modules[f"{V1}.functional"]
+    return functional.resize(converted, list(target), resize.interpolation)
+
+
+def _target_size(size: tuple[int, int], wanted: Any, longest: int | None) -> tuple[int, int] | None:
+    """Return the height and width that torchvision's `Resize` returns for a size; None if a longest edge is given."""
+    edges = [wanted] if isinstance(wanted, int) else list(wanted or ())
+    if longest is not None or len(edges) not in (1, 2):
+        return None
+    if len(edges) == 2:
+        return edges[0], edges[1]
+    width, height = size
+    if width <= height:
+        return int(edges[0] * height / width), edges[0]
+    return edges[0], int(edges[0] * width / height)
+
 
 #: Seconds. A file that was changed more recently may change again without a new modification time.
 SETTLED = 2.0

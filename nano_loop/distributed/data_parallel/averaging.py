@@ -46,7 +46,7 @@ from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwar
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.objects.optimizers import (
+from nano_loop.patching.optimizers import (
     called_after_steps,
     called_before_steps,
     closure_of,

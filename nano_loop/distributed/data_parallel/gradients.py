@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.patching.objects.optimizers import is_dense, laid_out_as
+from nano_loop.patching.optimizers import is_dense, laid_out_as
 
 #: What has arrived for a parameter since the last averaging.
 NOTHING, DENSE, SPARSE = range(3)

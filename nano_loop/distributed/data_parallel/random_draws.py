@@ -22,9 +22,9 @@ from torch.nn import functional
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import Share
 from nano_loop.errors import NanoConfigError, NanoError, error_message
-from nano_loop.kernels.dropout.bernoulli import same_draws
-from nano_loop.kernels.dropout.drawing_order import drawn, in_order, taken_for_masks
-from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
+from nano_loop.kernels.bernoulli import same_draws
+from nano_loop.kernels.drawing_order import drawn, in_order, treated_as_masks
+from nano_loop.patching.operators import Kernel, gives_kernels, overridden
 from nano_loop.patching.patch_table import listening
 from nano_loop.patching.torch_private import SAMPLING, base_of
 from nano_loop.patching.user_code import users_place
@@ -247,7 +247,7 @@ def _like(original: Kernel | None) -> Callable[..., Tensor]:
     assert original is not None
 
     def like(keys: torch.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with taken_for_masks(not _is_of_parameter(tensor)):
+        with treated_as_masks(not _is_of_parameter(tensor)):
             made: Tensor = original(keys, tensor, *args, **kwargs)
         return made
 
@@ -264,7 +264,7 @@ def _by_probabilities(original: Kernel | None) -> Callable[..., Tensor]:
             assert original is not None
             return cast("Tensor", original(keys, tensor, p, generator=generator))  # raises torch's error
         numbers = torch.empty_like(tensor, dtype=torch.promote_types(p.dtype, torch.float32))
-        with taken_for_masks(True):
+        with treated_as_masks(True):
             numbers.uniform_(generator=generator)
         return tensor.copy_(numbers < p)
 

@@ -34,9 +34,9 @@ from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.distributed.data_parallel.random_draws import drawing, is_by_default, order_of
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.calls.backward import backwards_watched, roots_weighted
-from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start, implicit_loaders_changed
-from nano_loop.patching.objects.optimizers import called_after_steps
-from nano_loop.patching.torch_private_autograd import has_gradient_hooks, in_backward
+from nano_loop.patching.loaders import ClassIteration, LoaderChange, Start, implicit_loaders_changed
+from nano_loop.patching.optimizers import called_after_steps
+from nano_loop.patching.torch_private_autograd import has_tensor_hooks, in_backward
 
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses; in bf16
 # In fp32, rounding changes the gradients of a deep network with ReLUs by 2%, and in bf16 by as much as their norm, but
@@ -245,7 +245,7 @@ class Comparison:
             return
         self.compared += 1
         is_bounded = self._tolerance == _ROUNDED or off <= _MOST_ROUNDING * size
-        has_hooks = any(has_gradient_hooks(parameter) for _, parameter in named)  # which change a share's gradient
+        has_hooks = any(has_tensor_hooks(parameter) for _, parameter in named)  # which change a share's gradient
         if is_off and is_bounded and not has_hooks and self._is_rounding(told["losses"], distances, sizes):
             self.rounding = max(self.rounding, off / size)
         elif is_off:

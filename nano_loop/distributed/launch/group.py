@@ -23,8 +23,7 @@ from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_group import NAME, SharedGroup, SharedGroups
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.patch_table import process_wide
-from nano_loop.patching.torch_private import forget_group_count
-from nano_loop.patching.torch_versions import is_older_than
+from nano_loop.patching.torch_private import forget_group_count, is_older_than
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"

@@ -43,7 +43,7 @@ class Launcher(ABC):
     """Brings the ranks of one run together, and ends them together.
 
     To add a launcher, write a subclass in a new file or folder, and a line in
-    `nano_loop.distributed.launch.join_run.choose`. A launcher must do six things, the first of them twice:
+    `nano_loop.distributed.launch.join_run.choose`. A launcher does the following:
 
     - *slots, before the run*: `expected_ranks` returns the number of ranks and this process's rank, using only the
       options and the environment. It starts nothing and changes nothing;

@@ -25,8 +25,8 @@ from nano_loop.distributed.launch.launcher import Task
 from nano_loop.distributed.launch.stream import Reporter
 from nano_loop.distributed.payload.payload import dump, load
 from nano_loop.errors import NanoError, NanoWorkerError
-from nano_loop.integrations.cuda_calls.patching import is_cuda_patched, patch_cuda
-from nano_loop.integrations.fabric.rank_zero import note_rank
+from nano_loop.integrations.cuda_calls import is_cuda_patched, patch_cuda
+from nano_loop.integrations.rank_zero import note_rank
 from nano_loop.storage.trusted_files import opened_folder, path_of
 
 # Folders of the data pickled for the workers.

@@ -34,7 +34,7 @@ from nano_loop.distributed.launch_external.rendezvous import (
 )
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoConfigError, NanoError, error_message
-from nano_loop.integrations.fabric.rank_zero import note_rank
+from nano_loop.integrations.rank_zero import note_rank
 
 _Mask = tuple[int, ...]  # the CPUs that a rank may use
 

@@ -68,7 +68,7 @@ def _meeting_place(launch: Launch, environ: Mapping[str, str]) -> _Place:
 
 def _usual_place_of_srun(environ: Mapping[str, str]) -> _Place:
     """Return the first host of the step, and a port that other steps and jobs are unlikely to use."""
-    from nano_loop.integrations.fabric.strategy import SLURMEnvironment  # only for srun: the import takes seconds
+    from nano_loop.integrations.fabric import SLURMEnvironment  # only for srun: the import takes seconds
 
     # A step may use only some of the job's nodes. Fabric's own method requires --ntasks-per-node.
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from nano_loop.cpu.glibc import allocator_of_this_process
-from nano_loop.cpu.parent_process import end_with
+from nano_loop.cpu.process import end_with
 from nano_loop.distributed.files.private_files import prepare
 from nano_loop.distributed.launch.stream import Stream
 from nano_loop.distributed.launch_local import stack_dump

@@ -19,7 +19,7 @@ from nano_loop.distributed.launch.group import local_group
 from nano_loop.distributed.launch.stream import Reporter, Stream
 from nano_loop.distributed.launch.worker import Assignment, work
 from nano_loop.distributed.launch_local import stack_dump
-from nano_loop.integrations.fabric.rank_zero import note_rank
+from nano_loop.integrations.rank_zero import note_rank
 
 
 def work_for(start: dict[str, Any], stream: Stream, output: int, errors: int) -> None:

@@ -23,8 +23,8 @@ from nano_loop.distributed.launch.stream import Stream
 from nano_loop.distributed.launch_local.output import Output, pipe, standard_streams_open
 from nano_loop.distributed.launch_local.start import cpus_of, origin_of
 from nano_loop.errors import NanoWorkerError, error_message
+from nano_loop.patching.torch_private import is_older_than
 from nano_loop.patching.torch_private_compiler import COMPILER_PACKAGE
-from nano_loop.patching.torch_versions import is_older_than
 
 #: Seconds within which a live process answers.
 HELLO = 1.0

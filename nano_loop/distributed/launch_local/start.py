@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from nano_loop.config.exports import is_exported
+from nano_loop.config.environment import is_exported
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.folder import working_folder
 from nano_loop.distributed.launch_external.environment import without_launch

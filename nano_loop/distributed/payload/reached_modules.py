@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nano_loop.cpu.parent_process import process_start
+from nano_loop.cpu.process import process_start
 from nano_loop.distributed.payload.code_reductions import is_sent
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.walk import CONTAINERS, attributes_of, code_in, items_of, walk

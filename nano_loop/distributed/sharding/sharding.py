@@ -17,7 +17,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.sharding.own_shares import OwnShares, Source
 from nano_loop.distributed.sharding.shared_sampler_rng import AgreedItems, AgreedState
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
-from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start
+from nano_loop.patching.loaders import ClassIteration, LoaderChange, Start
 from nano_loop.patching.thread_depth import ThreadDepth
 
 Loader = DataLoader[Any]

@@ -25,7 +25,7 @@ from nano_loop.distributed.sharding.batch_parts import BatchParts
 from nano_loop.distributed.sharding.own_shares import Source
 from nano_loop.distributed.sharding.sharding import BatchSharding, Loader, Served, sharded_by_user
 from nano_loop.errors import NanoError, error_message
-from nano_loop.patching.objects.loaders import ClassIteration, Start
+from nano_loop.patching.loaders import ClassIteration, Start
 from nano_loop.patching.torch_private_loaders import collates_as_torch, is_default_collate
 
 _ALL = "split_batches divides each batch of the whole data set among the ranks"

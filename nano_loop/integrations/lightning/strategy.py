@@ -18,11 +18,10 @@ from nano_loop.distributed.comm.ranks import Loop, Ranks
 from nano_loop.distributed.launch.launcher import Alone
 from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoConfigError, NanoError, error_message
-from nano_loop.integrations.fabric.strategy import RanksCollectives, RanksEnvironment
+from nano_loop.integrations.fabric import RanksCollectives, RanksEnvironment
 from nano_loop.patching.torch_private import put_back_signal_handlers
-from nano_loop.runtime.objects.checks import check_kinds
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport
-from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.runtime.objects.training_objects import TrainingObjects, check_kinds
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.steps import STEPS, ParameterDtype, Precision, Verify
@@ -290,3 +289,40 @@ def _names(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
         named |= {f"{name} ({type(one).__name__})": one for one in values}
     named |= {f"argument {place} of fit": value for place, value in enumerate(args[1:], 2)}
     return {name: value for name, value in {**named, **kwargs}.items() if value is not None}
+
+
+def register(kind: Any, strategies: Any) -> Callable[..., str]:
+    """Register the strategy with Lightning's Trainer, and return a function that names it with options."""
+    description = "CPU training, accelerated by nano_loop"
+    strategies.register("nano", kind, description, override=True)
+
+    def strategy(**options: Any) -> str:
+        """Return a name for the strategy "nano" with options: ``Trainer(strategy=strategy(precision="auto"))``.
+
+        It is for libraries that store, copy and pickle the arguments of their Trainers: each Trainer makes a new
+        strategy from the name. A process that unpickles a name must first call this function with the same options.
+
+        Parameters
+        ----------
+        **options
+            The options of `NanoStrategyMixin`.
+
+        Raises
+        ------
+        NanoConfigError
+            If options are invalid.
+        """
+        kind(**options)
+        values = [f"{name}={value!r}" for name, value in sorted(options.items())]
+        name = ", ".join(["nano", *values]).lower()  # as Lightning looks it up
+        if name not in strategies or strategies[name]["init_params"] != options:  # Lightning raises if it exists
+            strategies.register(name, kind, description, **options)
+        return name
+
+    return strategy
+
+
+def lightning_is_missing(package: str, needed_by: str) -> ImportError:
+    """Return the error of a module of nano_loop that needs one of Lightning's packages."""
+    got, extra = f"{package} is not installed", needed_by.rpartition(".")[2].replace("_", "-")
+    return ImportError(error_message(got, f"{needed_by} is built on it", f'Run pip install "nano-loop[{extra}]"'))

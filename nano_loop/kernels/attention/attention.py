@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nano_loop.kernels import override
-from nano_loop.kernels.attention import blocked_attention, torch_attention
+from nano_loop.kernels.attention import blocked_attention
 from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.override import BF16, Algorithm, Call, Override
-from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.operators import Kernel
 from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import in_forward_mode
 
@@ -86,7 +86,7 @@ def _in_blocks(call: Call) -> Tensor:
 def _by_torch(call: Call) -> Tensor:
     # Autocast would cast the products of fp32 scores to bf16.
     with torch.autocast("cpu", enabled=False):
-        return torch_attention.by_torch(*call.tensors, *call.details)
+        return blocked_attention.by_torch(*call.tensors, *call.details)
 
 
 def _without_kernel(

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from nano_loop.kernels.attention import torch_attention
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
 from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.memory import BF16, BYTES, FLOATS, FP32, STRIDED, Pointer, empty
+from nano_loop.patching.torch_private import safe_softmax
 
 
 def kernel_of(name: str, factor: Pointer, outs: Pointer, *masks: torch.dtype, is_bf16: bool) -> CompiledKernel:
@@ -158,9 +159,9 @@ class _Attention(torch.autograd.Function):
 
         def by_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if ctx.are_four:
-                return torch_attention.by_torch(query, key, value, *others)
+                return by_torch(query, key, value, *others)
             # For other numbers of dimensions, torch uses individual operators, which have more derivatives.
-            return torch_attention.by_torch(query[None], key[None], value[None], *others)[0]
+            return by_torch(query[None], key[None], value[None], *others)[0]
 
         return gradients_of(ctx, inputs[:3], (gradient,), compute, by_torch)
 
@@ -267,3 +268,38 @@ def _run(kernel: CompiledKernel, direction: str, call: _Call, *tensors: Tensor |
 def _bytes(kernel: CompiledKernel, call: _Call, direction: str) -> int:
     """Return the memory that all threads need."""
     return torch.get_num_threads() * kernel.bytes_of(call, int(direction == "backward"))
+
+
+def by_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Compute attention by torch's operators: individual ones if a dropout mask is given.
+
+    Otherwise, torch chooses a kernel, not all of which have a second derivative. For the parameters, see
+    `blocked_attention`.
+    """
+    grouped = query.shape[:-2] != key.shape[:-2]
+    if kept is None or dropout_p == 1:
+        return scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+        )
+    query, key, value = query.float(), key.float(), value.float()
+    if grouped:
+        count = query.size(-3) // key.size(-3)
+        key, value = (tensor.repeat_interleave(count, dim=-3) for tensor in (key, value))
+    if is_causal:
+        mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+    scores = query @ key.mT * scale
+    if mask is not None:
+        if mask.dtype is torch.bool:  # torch adds a float mask, which preserves NaN
+            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
+        scores = scores + mask
+    probabilities = safe_softmax(scores)
+    return kept.view(scores.shape).to(probabilities.dtype).mul_(probabilities).div_(1 - dropout_p) @ value

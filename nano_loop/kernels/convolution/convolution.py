@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.convolution import blocked_convolution, depthwise, weight_gradient
+from nano_loop.kernels.convolution.blocked_convolution import can_round
 from nano_loop.kernels.convolution.gradient_plans import (
     Arguments,
     Plan,
@@ -26,12 +27,11 @@ from nano_loop.kernels.convolution.gradient_plans import (
     pixels_of,
     plans,
 )
-from nano_loop.kernels.convolution.rounded_convolution import can_round
 from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.override import FP32, REFERENCE, ROUNDED, Algorithm, Call, Compute, Override, choose
-from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.operators import Kernel
 from nano_loop.patching.ownership import NO_RULES, rules_now
-from nano_loop.policy.product_precision import CONVOLUTION
+from nano_loop.precision.product_precision import CONVOLUTION
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nano_loop.kernels.memory import computes_now
 from nano_loop.kernels.override import BF16, FP32, Algorithm, Call, Override
-from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.operators import Kernel
 from nano_loop.patching.torch_private_autograd import in_forward_mode
 
 

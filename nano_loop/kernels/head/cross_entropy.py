@@ -23,7 +23,7 @@ from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.head.chunks import Elementwise, RowFunction
 from nano_loop.kernels.memory import BF16, FP32, INT64, computes_now, empty, has_tangent, is_plain
 from nano_loop.kernels.override import COMPILED, Algorithm, Call, Override
-from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.operators import Kernel
 from nano_loop.patching.ownership import Rules, rules_now, rules_of_node
 from nano_loop.patching.patch_table import value_in_force
 from nano_loop.patching.torch_private import below_autocast, shared_until_written

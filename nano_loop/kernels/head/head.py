@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nano_loop.errors import error_message
 from nano_loop.kernels.memory import empty
-from nano_loop.patching.objects.optimizers import called_before_steps
+from nano_loop.patching.optimizers import called_before_steps
 from nano_loop.patching.ownership import Rules, by_rules
 from nano_loop.patching.patch_table import shared_change, value_in_force
 from nano_loop.patching.torch_private import base_of, below_autocast, version

@@ -16,7 +16,7 @@ from nano_loop.kernels.memory import computes_now, is_plain
 from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.kernels.override import Algorithm, Call, Override
 from nano_loop.patching.calls import calls
-from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.operators import Kernel
 from nano_loop.patching.ownership import rules_now
 from nano_loop.patching.torch_private import has_saved_tensor_hooks, in_mode
 from nano_loop.patching.torch_private_autograd import in_backward, in_forward_mode

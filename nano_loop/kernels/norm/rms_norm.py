@@ -13,10 +13,9 @@ from torch import Tensor
 
 from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.memory import computes_now, empty, has_tangent, is_plain
-from nano_loop.kernels.norm.norm_arguments import rows_of, supports_rows
-from nano_loop.kernels.norm.norms import KERNEL
+from nano_loop.kernels.norm.norms import KERNEL, rows_of, supports_rows
 from nano_loop.kernels.override import COMPILED, FP32, Algorithm, Call, Override
-from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.operators import Kernel
 
 #: Minimum number of elements. Below it, the overhead of a Python autograd function is as large as torch's operators.
 MIN_ELEMENTS = 1 << 14

@@ -20,10 +20,10 @@ from nano_loop.kernels.memory import computes_now, has_tangent, is_plain
 from nano_loop.kernels.override import COMPILED, FP32, REFERENCE, ROUNDED, TORCH, Algorithm, Call, Override, choose
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, Arguments, Recurrence
-from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.operators import Kernel
 from nano_loop.patching.ownership import NO_RULES, rules_now
 from nano_loop.patching.torch_private import below_autocast, below_torch_functions
-from nano_loop.policy import product_precision
+from nano_loop.precision import product_precision
 
 #: Number of time steps of a measured LSTM, or the steps for this many multiplications if that is more. The overhead per
 #: call should not decide.

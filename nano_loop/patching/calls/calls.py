@@ -1,11 +1,11 @@
-"""Layers around every outermost call into a model, such as autocast.
+"""Wrappers around every outermost call into a model, such as autocast.
 
 A call is outermost if no other call into a set-up model is running in its thread. Examples are `model(x)`,
 `model.encoder(x)`, `model[0](x)`, `model.forward(x)` and `model.my_loss(x)`.
 
-Nothing is attached to the model. While at least one model has layers, `torch.nn.Module.__call__` and the public methods
-of the model's classes are replaced by functions that look the module up in a table and call the original if it is not
-there. So `type(layer) is nn.Linear` holds inside the loop, and copies and pickles are plain objects.
+Nothing is attached to the model. While at least one model has wrappers, `torch.nn.Module.__call__` and the public
+methods of the model's classes are replaced by functions that look the module up in a table and call the original if it
+is not there. So `type(layer) is nn.Linear` holds inside the loop, and copies and pickles are plain objects.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.calls.entry import through_interceptor
-from nano_loop.patching.calls.entry_points import MODULE_CALL, called_by_loops, entry_points
-from nano_loop.patching.calls.exports import is_exporting, plain_models_exported
+from nano_loop.patching.calls.entry import (
+    MODULE_CALL,
+    called_by_loops,
+    entry_points,
+    is_exporting,
+    plain_models_exported,
+    through_interceptor,
+)
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.ownership import NO_RULES, NONE, Rules, call_state, forget_graphs, note_graph, rules_now
 from nano_loop.patching.patch_table import process_wide, shared_change
@@ -54,7 +59,7 @@ def _note_trace(interceptor: int) -> bool:
 
 
 class CallInterceptor:
-    """The layers of one run around the outermost calls into one model, from the outermost to the innermost.
+    """The wrappers of one run around the outermost calls into one model, from the outermost to the innermost.
 
     Parameters
     ----------
@@ -70,27 +75,27 @@ class CallInterceptor:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}  # by id, until they are freed
         self._called: set[int] = set()
         self._by_name: dict[str, CallWrapper] = {}
-        #: Calls a function inside all layers.
-        self.layers: Call = _innermost
+        #: Calls a function inside all wrappers.
+        self.call_wrapped: Call = _innermost
         self._arounds: dict[str, Callable[[nn.Module], Call | None]] = {}
         #: The functions around the calls of modules, by module id.
         self.inner: dict[int, Call] = {}
         #: The rules for these calls. Replaced rather than mutated, because a backward uses the rules of its forward.
         self.rules = NO_RULES._replace(owner=id(self))
         #: Receives a method and its arguments. Returns whether to leave the call alone, but not the calls inside it.
-        #: The result is passed to `outward`.
-        self.leaves: Callable[..., bool] | None = None
-        self.outward: Callable[[Any], Any] = lambda value: value
+        #: The result is passed to `convert_output`.
+        self.is_left_alone: Callable[..., bool] | None = None
+        self.convert_output: Callable[[Any], Any] = lambda value: value
         #: Whether the calls use torch's own kernels, as the plain loop does, even if other runs replace kernels.
         self.is_plain = False
 
-    def add(self, name: str, layer: CallWrapper) -> None:
-        """Add `layer` as the innermost layer, or replace the layer with the same name."""
-        self._by_name[name] = layer
+    def add(self, name: str, wrapper: CallWrapper) -> None:
+        """Add `wrapper` as the innermost one, or replace the wrapper with the same name."""
+        self._by_name[name] = wrapper
         call: Call = _innermost
-        for wrapper in reversed(self._by_name.values()):
-            call = wrapper(call)
-        self.layers = call
+        for wrap in reversed(self._by_name.values()):
+            call = wrap(call)
+        self.call_wrapped = call
 
     def around_modules(self, around: Callable[[nn.Module], Call | None], name: str) -> None:
         """Put a function around each call of the model's modules, including inner calls.
@@ -160,21 +165,21 @@ class CallInterceptor:
         return self._trainings_only and not (module.training and torch.is_grad_enabled())
 
     def _surroundings(self, module: nn.Module) -> tuple[Call, Rules]:
-        """Return the layers around a call into `module`, and its rules.
+        """Return the function that makes a call into `module` inside its wrappers, and the rules of the call.
 
         An activation checkpoint inside a model calls modules again during the backward and restores the context of the
-        forward, including the effects of layers. Only modules that the loop called directly need the layers again. The
+        forward, including the effects of wrappers. Only modules that the loop called directly need them again. The
         recomputation must use the rules of its forward.
         """
         if not in_backward():
             self._called.add(id(module))
-            return self.layers, self.rules
+            return self.call_wrapped, self.rules
         of_node = rules_now()
         rules = self.rules if of_node is None or of_node.owner != self.rules.owner else of_node
-        return self.layers if id(module) in self._called else _innermost, rules
+        return self.call_wrapped if id(module) in self._called else _innermost, rules
 
     def enter(self, original: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a module's `original` for the loop, inside the layers of the run that the call belongs to."""
+        """Call a module's `original` for the loop, inside the wrappers of the run that the call belongs to."""
         if is_exporting():
             return original(module, *args, **kwargs)
         interceptors = _interceptors.get(id(module), ())  # empty if another thread just removed them
@@ -183,21 +188,21 @@ class CallInterceptor:
             if interceptor._is_left_plain(module):
                 return original(module, *args, **kwargs)
             return interceptor.traced(original, module, *args, **kwargs)
-        if interceptor.leaves is not None and interceptor.leaves(original, args, kwargs):
+        if interceptor.is_left_alone is not None and interceptor.is_left_alone(original, args, kwargs):
             interceptor._had_other_calls = True
-            return interceptor.outward(original(module, *args, **kwargs))
+            return interceptor.convert_output(original(module, *args, **kwargs))
         if interceptor._is_left_plain(module):
             interceptor._had_other_calls = True
             return _inside(_PLAIN, _innermost, NO_RULES, original, module, *args, **kwargs)
-        layers, rules = interceptor._surroundings(module)
-        return _inside(interceptor, layers, rules, original, module, *args, **kwargs)
+        call, rules = interceptor._surroundings(module)
+        return _inside(interceptor, call, rules, original, module, *args, **kwargs)
 
     def traced(self, function: Call, /, *args: Any, **kwargs: Any) -> Any:
-        """Call `function` inside the layers while torch traces the call. The graph node is created later."""
+        """Call `function` inside the wrappers while torch traces the call. The graph node is created later."""
         _note_trace(id(self))
         call_state.in_call = call_state.accelerated = True
         try:
-            return self.layers(function, *args, **kwargs)
+            return self.call_wrapped(function, *args, **kwargs)
         finally:
             call_state.in_call = call_state.accelerated = False
 
@@ -219,17 +224,17 @@ class CallInterceptors:
         self._users: set[str] = set()
         self._undoing = ExitStack()
 
-    def add(self, model: nn.Module, name: str, layer: CallWrapper) -> CallInterceptor:
-        """Add a layer around every outermost call into `model` until `close`, and return all of its layers.
+    def add(self, model: nn.Module, name: str, wrapper: CallWrapper) -> CallInterceptor:
+        """Add a wrapper around every outermost call into `model` until `close`, and return the model's interceptor.
 
-        A second layer with the same name replaces the first. The model is not changed.
+        A second wrapper with the same name replaces the first. The model is not changed.
         """
         interceptor = self.for_model(model)
-        interceptor.add(name, layer)
+        interceptor.add(name, wrapper)
         return interceptor
 
     def for_model(self, model: nn.Module, user: str | None = None) -> CallInterceptor:
-        """Intercept the calls into `model`, even without layers, so that their operators belong to a set-up model.
+        """Intercept the calls into `model`, even without wrappers, so that their operators belong to a set-up model.
 
         Parameters
         ----------
@@ -251,13 +256,13 @@ class CallInterceptors:
         return NO_RULES if interceptor is None else interceptor.rules
 
     def release(self, user: str) -> None:
-        """Stop intercepting calls without layers if this was the last user, since interception costs microseconds."""
+        """Stop intercepting calls without wrappers if this was the last user, since interception costs microseconds."""
         self._users.discard(user)
         if not self._users and all(interceptor.is_idle for interceptor in self._in_use):
             self.close()
 
     def close(self) -> None:
-        """Remove all layers of this run, but keep those of an enclosing run."""
+        """Remove all wrappers of this run, but keep those of an enclosing run."""
         self._by_model.clear()
         self._entry_points.clear()
         for interceptor in [*self._in_use]:
@@ -269,7 +274,7 @@ class CallInterceptors:
     def _open(self, model: nn.Module) -> CallInterceptor:
         modules = called_by_loops(model)
         if not self._entry_points:
-            self._undoing.enter_context(newcomers_covered())
+            self._undoing.enter_context(new_modules_covered())
             self._undoing.enter_context(plain_models_exported())
         points = {MODULE_CALL} if self._trainings_only else entry_points(modules)
         for owner, name in points - self._entry_points:
@@ -291,23 +296,23 @@ def _composed(outer: Call, inner: Call) -> Call:
 
 
 def is_forward(function: Call) -> bool:
-    """Whether `function`, as passed to a layer, is a module's ``__call__`` or ``forward`` and not another method."""
+    """Whether `function`, as passed to a wrapper, is a module's ``__call__`` or ``forward`` and not another method."""
     return getattr(function, "__name__", None) in _FORWARD
 
 
-def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+def _cover_new_module(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """Intercept calls into a module that is registered in a set-up model during the run."""
     if module is not None:
         for interceptor in _interceptors.get(id(parent), ()):
             interceptor.cover(called_by_loops(module))
 
 
-def newcomers_covered() -> AbstractContextManager[Any]:
+def new_modules_covered() -> AbstractContextManager[Any]:
     """Return a context in which modules that are registered in set-up models are covered.
 
     Keep it active while any thread trains: torch raises if the hooks change while it calls them.
     """
-    return shared_change(_cover_newcomer, lambda: register_module_module_registration_hook(_cover_newcomer))
+    return shared_change(_cover_new_module, lambda: register_module_module_registration_hook(_cover_new_module))
 
 
 def _innermost(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

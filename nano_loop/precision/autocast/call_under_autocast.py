@@ -9,6 +9,8 @@ Python frames around it would affect the step time.
 from __future__ import annotations
 
 import functools
+import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -17,12 +19,59 @@ import torch
 from torch import Tensor, distributions, nn
 from torch.autograd.function import BackwardCFunction
 
+from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.ownership import call_state
-from nano_loop.precision.autocast.dtype_errors import explain
+from nano_loop.patching.user_code import users_frame
 from nano_loop.precision.autocast.output_activations import Activations, noting
+
+# torch has no exception class for these errors, and words each one differently.
+_ABOUT_DTYPES = re.compile(
+    r"bfloat16|\bHalf\b|expected scalar type|"
+    r"same (dtype|type|scalar type)|equal to src\.dtype|dtypes match|expected dtype",
+    re.IGNORECASE,
+)
+_ADVICE = "Put it under `with nano_loop.disable_casts():`, where it computes in fp32, or name it in fp32_ops"
+_UNDER_AUTOCAST = "autocast gives it tensors that torch refuses, such as bf16 or fp16 with fp32"
+_NO_KERNEL, _IN_FP32 = "torch has no kernel for it in this dtype", _ADVICE.partition(", or name")[0]
+
+
+def explain(error: BaseException, expected: str = _UNDER_AUTOCAST, advice: str = _ADVICE) -> None:
+    """Add the operation, the user's line and advice to an error about dtypes that is being raised.
+
+    Parameters
+    ----------
+    error : BaseException
+        The error. Other kinds of errors are not changed.
+    expected, advice : str
+        The last two parts of the text.
+
+    Raises
+    ------
+    NanoError
+        Raised instead in Python 3.10, whose exceptions have no notes.
+    """
+    # torch's error for a missing kernel, "not implemented", is also a RuntimeError.
+    text = _explanation(error, expected, advice) if isinstance(error, RuntimeError) else None
+    if text is None:
+        return
+    if not hasattr(error, "add_note"):
+        raise NanoError(f"{error}\n{text}") from error
+    error.add_note(text)
+
+
+def _explanation(error: RuntimeError, expected: str, advice: str) -> str | None:
+    if not _ABOUT_DTYPES.search(str(error)) or any(advice in note for note in getattr(error, "__notes__", ())):
+        return None
+    if "not implemented" in str(error):
+        expected, advice = _NO_KERNEL, _IN_FP32
+    frame = users_frame(traceback.extract_tb(error.__traceback__))
+    got = "An operation of the model"
+    if frame is not None:
+        got = f"{frame.line or got} ({frame.filename}, line {frame.lineno})"
+    return error_message(got, expected, advice)
 
 
 class CallUnderAutocast:

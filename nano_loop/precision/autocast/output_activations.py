@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.patching.nested_tensors import shares_memory
-from nano_loop.patching.operators.operators import overridden_together
+from nano_loop.patching.operators import overridden_together
 from nano_loop.patching.torch_private import below_autocast, in_functorch, version
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, to_fp32
 from nano_loop.precision.autocast.default_ops import overload_of

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.patching.nested_tensors import map_tensors
-from nano_loop.patching.operators.operators import Kernel, gives_kernels, kernel, overridden_together
+from nano_loop.patching.operators import Kernel, gives_kernels, kernel, overridden_together
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.torch_private import below_autocast, is_operator
 from nano_loop.patching.walk import find

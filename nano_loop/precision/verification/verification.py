@@ -242,7 +242,7 @@ def _loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
         hook.remove()
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         told = f"loss_fn returned {type(loss).__name__}"
-        expected = "it returns the loss of the model, a tensor of one element with a gradient"
+        expected = "it must return the loss of the model, a tensor of one element with a gradient"
         raise NanoConfigError(error_message(told, expected, _WRITE))
     return loss
 

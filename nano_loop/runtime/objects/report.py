@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nano_loop.errors import error_message
+
 _NAME_WIDTH = len("gradient_averaging")  # the longest name; a test checks this
 _DIGITS = 3  # digits of a time
 
@@ -174,11 +176,12 @@ class SetupReport:
         return tuple(dict.fromkeys(r.name for r in skipped if not (r.idle and r.name in applied)))
 
     def __getitem__(self, name: str) -> StepResult:
-        """Return the last result of the step `name`; raises ``KeyError`` if the step was disabled."""
+        """Return the last result of the step `name`. Raises ``KeyError`` if there is none, as of a disabled step."""
         for result in reversed(self.results):
             if result.name == name:
                 return result
-        raise KeyError(name)
+        names = ", ".join(sorted({result.name for result in self.results}))
+        raise KeyError(error_message(f"report[{name!r}]", f"this report has {names}", "Use one of these names"))
 
     def add(self, results: list[StepResult]) -> list[StepResult]:
         """Add the results of a ``setup`` call, and return those that are not in the report yet."""

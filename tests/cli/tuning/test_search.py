@@ -2,12 +2,12 @@
 
 import pytest
 
-from nano_loop.cli.script_options import Script
+from nano_loop.cli.script import Script
 from nano_loop.cli.tuning import LEAST, search
 from nano_loop.cli.tuning.search import Search
 from nano_loop.cli.tuning.trial import TrialFailedError, Trials
 from nano_loop.errors import NanoConfigError, NanoError
-from nano_loop.runtime import learnt_options
+from nano_loop.runtime import settings
 
 PLAIN = "plain"
 
@@ -45,7 +45,7 @@ def searched(monkeypatch):
             return {**given, "options": {**given["options"], **dict(options)}}
 
         monkeypatch.setattr(Trials, "answer", trial)
-        monkeypatch.setattr(learnt_options, "learn", lambda *found: searched.learnt.append(found))
+        monkeypatch.setattr(settings, "learn", lambda *found: searched.learnt.append(found))
         searched.learnt = []
         return Search(Script("train.py", ["python"], {}), 10.0).run()
 
@@ -139,6 +139,7 @@ def test_ctrl_c_chooses_the_fastest_of_what_was_measured(searched, rounds, chose
     assert tuning.rows[tuning.chosen].milliseconds == min(measured)
     if len(interrupted) == 1:
         assert tuning.rows[3].note == "not measured: interrupted"
+        assert "fastest of what was measured, after" in str(tuning)
 
 
 def test_ctrl_c_before_there_is_a_time_to_compare_with_ends_the_search(searched):

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from nano_loop.data.images.folders import CachedImages, datasets_in, plans_in, refusal
 from nano_loop.data.images.lifetime import store_for
-from nano_loop.patching.objects.loaders import changed
+from nano_loop.patching.loaders import changed
 
 datasets = pytest.importorskip("torchvision.datasets")
 from torchvision import transforms as v1  # noqa: E402

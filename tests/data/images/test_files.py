@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from nano_loop.data.images import reading
 from nano_loop.data.images.folders import CachedImages, datasets_in
 from nano_loop.data.images.lifetime import store_for
-from nano_loop.patching.objects.loaders import changed
+from nano_loop.patching.loaders import changed
 
 datasets = pytest.importorskip("torchvision.datasets")
 from torchvision import transforms  # noqa: E402

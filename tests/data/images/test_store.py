@@ -18,9 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
-from nano_loop.data.images import entries, lifetime
-from nano_loop.data.images.entries import ImageEntry
-from nano_loop.data.images.store import Store
+from nano_loop.data.images import lifetime
+from nano_loop.data.images.store import ImageEntry, Store, entry_of
 from nano_loop.errors import NanoError
 
 KEYS = [f"{number:02x}" + "0" * 38 for number in range(6)]
@@ -188,8 +187,7 @@ def test_process_that_is_killed_while_it_writes_leaves_no_entry(tmp_path):
         import os, sys
         from pathlib import Path
         import numpy as np
-        from nano_loop.data.images.entries import ImageEntry
-        from nano_loop.data.images.store import Store
+        from nano_loop.data.images.store import ImageEntry, Store
         os.rename = lambda *paths: os.kill(os.getpid(), 9)
         Store(Path(sys.argv[1]), None, sums=True).put(sys.argv[2], ImageEntry(np.zeros((9, 9, 3), np.uint8), "{}"))
     """
@@ -258,7 +256,7 @@ def test_images_come_back_with_their_metadata(tmp_path, mode, size):
     image = Image.frombytes("RGB", size, pixels.tobytes()).convert(mode)
     image.info = {"dpi": (72.5, 72.5), "exif": b"\x00abc", "jfif": 257, "comment": "ä'\""}
     store = Store(tmp_path, None, sums=True)
-    store.put(KEYS[0], entries.entry_of(image))
+    store.put(KEYS[0], entry_of(image))
     found = store.get(KEYS[0]).image()
     assert found == image
     assert found.info == image.info
@@ -284,7 +282,7 @@ def other_images():
 
 @pytest.mark.parametrize("value", other_images().values(), ids=other_images())
 def test_what_would_not_come_back_is_not_kept(value):
-    assert entries.entry_of(value) is None
+    assert entry_of(value) is None
 
 
 def test_entry_that_two_processes_make_at_once_is_whole(tmp_path, monkeypatch):

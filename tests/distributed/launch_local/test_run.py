@@ -17,7 +17,7 @@ from torch import nn
 import nano_loop
 from distributed import small
 from nano_loop import TorchNano, nano
-from nano_loop.kernels.dropout.bernoulli import KERNEL
+from nano_loop.kernels.bernoulli import KERNEL
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nano_loop.config.exports import EXPORTS, Exports
+from nano_loop.config.environment import EXPORTS, Exports
 from nano_loop.distributed.launch_local.start import environment_of
 
 SLOT = SimpleNamespace(machine=SimpleNamespace(num_threads=3))

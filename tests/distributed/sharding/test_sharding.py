@@ -28,7 +28,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from distributed.sharding.test_implicit_loaders import sharding_of
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.sharding.sharding import BatchSharding
-from nano_loop.patching.objects.loaders import changed
+from nano_loop.patching.loaders import changed
 
 # --- loaders ---
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nano_loop import TorchNano
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 
 needs_kernels = pytest.mark.skipif(not gives_kernels(), reason="torch does not say which kernel an operator has")
 SAMPLES, BATCH, EPOCHS = 37, 9, 4

@@ -27,7 +27,7 @@ pl = imported("lightning.pytorch")
 
 from nano_loop import NanoWorkerError  # noqa: E402
 from nano_loop.lightning import Trainer  # noqa: E402
-from nano_loop.patching.operators.operators import gives_kernels  # noqa: E402
+from nano_loop.patching.operators import gives_kernels  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), *ADVICE]
 Regression, Dealing = module_class(pl), data_class(pl)

@@ -74,6 +74,11 @@ def test_auto_precision_rounds_products_and_others_are_lightnings():
     assert Trainer(**QUIET, precision="64-true").precision == "64-true"
 
 
+def test_precision_that_neither_knows_is_told_with_the_names_of_both():
+    with pytest.raises(NanoConfigError, match=r"precision='fp17': it must be \"auto\", .*Lightning's names"):
+        Trainer(**QUIET, precision="fp17")
+
+
 class DtypeNoting(Regression):
     def training_step(self, batch, index):
         self.seen = {each.dtype for each in self.parameters()}

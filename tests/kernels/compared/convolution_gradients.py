@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernels.compared.convolutions import NHWC, SEEDS, STRIDES
 from kernels.compared.oracle import Row, at_least, drawn, pairs
 from nano_loop.kernels.convolution import convolution, depthwise, gradient_plans, weight_gradient
-from nano_loop.patching.operators.operators import gives_kernels, overridden
+from nano_loop.patching.operators import gives_kernels, overridden
 from nano_loop.patching.ownership import NO_RULES
 
 #: Masks passed to torch's kernel: the gradients of input, weight and bias.

@@ -11,12 +11,11 @@ from kernels.compared.attention import in_c
 from kernels.compared.losses import logits_of
 from kernels.compared.norms import EPS, IMAGES, MOMENTUM, case_of
 from kernels.compared.oracle import bounded, rms
-from nano_loop.kernels.activation import activations
-from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels import activations, bernoulli
 from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.memory import empty
-from nano_loop.kernels.norm import norm_arguments, norms
+from nano_loop.kernels.norm import norms
 from nano_loop.kernels.rnn import recurrence, recurrent_layer
 
 ATEN = torch.ops.aten
@@ -141,7 +140,7 @@ def norms_of_nothing(recorder):
     """Record norms of empty tensors: no call may divide by the number of elements, or read one."""
     nothing, numbers = empty(0), functools.partial(empty, 16)
     for nhwc, (segments, rows) in itertools.product((0, 1), ((0, 40), (3, 0))):
-        shape = norm_arguments._Shape(segments, rows, 16, nhwc)
+        shape = norms._Shape(segments, rows, 16, nhwc)
         empties, statistics = [nothing] * 2, [numbers(), numbers()]
         norms.KERNEL("batch_norm", shape, nothing, *[None] * 4, MOMENTUM, EPS, nothing, *statistics)
         norms.KERNEL("batch_norm_backward", shape, *empties, None, *statistics, nothing, numbers(), numbers())

@@ -14,9 +14,8 @@ import torch
 from kernels.csrc import recorded_calls
 from nano_loop.config.environment import kernels_choice
 from nano_loop.cpu import read_machine
-from nano_loop.kernels import compiler
+from nano_loop.kernels import bernoulli, compiler
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
 
 NATIVE = compiler.NATIVE.flags

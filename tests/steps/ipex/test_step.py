@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from nano_loop import NanoConfigError, NanoError, nano
 from nano_loop.cpu import Machine
+from nano_loop.integrations import ipex as ipex
 from nano_loop.integrations.ipex import Ipex
-from nano_loop.integrations.ipex import step as ipex
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
 needs_ipex = pytest.mark.skipif(not has_ipex(), reason="IPEX is in the environment of `make test-ipex` alone")

@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import nano
-from nano_loop.kernels import override
-from nano_loop.kernels.activation import activations
+from nano_loop.kernels import activations, override
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.linear import linear, product
-from nano_loop.kernels.norm import norm_arguments
+from nano_loop.kernels.norm import norms
 from nano_loop.kernels.rnn import rnn
-from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.steps.kernels import KERNEL_STEPS, models
+from nano_loop.patching.operators import gives_kernels
+from nano_loop.steps import models
+from nano_loop.steps.kernel_table import KERNEL_STEPS
 
 BY_NAME = {kind.name: kind for kind in KERNEL_STEPS}
 #: Makes sizes of any kind large enough, and the functions in C the default choice.
@@ -29,7 +29,7 @@ THRESHOLDS = {
         *((linear, "MIN_MULTIPLICATIONS", 1), (models, "LARGE", 1)),
         (product.KERNEL, "is_first_guess", True),
     ],
-    BY_NAME["fast_norm"]: [(norm_arguments, "MIN_ELEMENTS", 1)],
+    BY_NAME["fast_norm"]: [(norms, "MIN_ELEMENTS", 1)],
     BY_NAME["fast_rnn"]: [(rnn, "MIN_MULTIPLICATIONS", 1), (product.KERNEL, "is_first_guess", True)],
 }
 

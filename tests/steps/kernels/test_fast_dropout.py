@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import accelerated
-from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels import bernoulli
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from steps.kernels.cases import BY_NAME
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import NanoConfigError, accelerated, nano
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.kernels import KERNEL_STEPS
+from nano_loop.steps.kernel_table import KERNEL_STEPS
 from nano_loop.steps.step import ABSENT, SMALL
 from nano_loop.steps.tune_operators import TuneOperators
 from steps.kernels.cases import BY_NAME

@@ -7,10 +7,10 @@ from torch import nn
 from nano_loop import TorchNano, accelerated
 from nano_loop.kernels import override
 from nano_loop.patching.deterministic_mode import may_depend_on_times
-from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.patch_table import users
 from nano_loop.steps import products
-from nano_loop.steps.kernels.kernel_step import LOOKS_FROM
+from nano_loop.steps.kernel_step import LOOKS_FROM
 from steps.kernels.cases import (
     ACTIVATIONS,
     BATCH,

@@ -1,1 +1,0 @@
-"""Programs that were written for a GPU, run on the CPU unchanged."""

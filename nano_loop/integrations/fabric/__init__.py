@@ -1,1 +1,0 @@
-"""Lightning Fabric: its import without side effects, and the strategy of `TorchNano`."""

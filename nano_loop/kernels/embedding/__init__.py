@@ -1,1 +1,0 @@
-"""Embedding lookups and the gradients of their tables."""

@@ -1,1 +1,0 @@
-"""The user's objects: optimizers, loaders, and nested collections of tensors."""

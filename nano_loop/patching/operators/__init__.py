@@ -1,1 +1,0 @@
-"""Replacements of torch's kernels for operators of set-up models."""

@@ -1,1 +1,0 @@
-"""Logs of the effects of reduced precision."""
