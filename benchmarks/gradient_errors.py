@@ -25,7 +25,7 @@ import nano_loop
 from benchmarks.workloads.models import Bottleneck, ResNet
 from nano_loop.kernels.linear import product
 from nano_loop.patching.torch_private_autograd import in_backward
-from nano_loop.precision import product_precision
+from nano_loop.policy import product_precision
 from nano_loop.steps import products
 
 PRODUCTS, BF16, AUTOCAST = "bf16-products", "bf16", "autocast by hand"

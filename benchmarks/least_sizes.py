@@ -6,7 +6,7 @@ lowest and the highest: above 1, "bf16-products" is faster. The tuner's measurem
 
 ``--sizes`` trains single layers of growing sizes in which every product rounds, without the tuner. The size
 at which the ratio to 32 crosses 1, in multiplications of a product per thread, is its minimum size in
-`nano_loop.precision.product_precision`.
+`nano_loop.policy.product_precision`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import nano_loop
 from benchmarks.workloads import USERS, Workload
-from nano_loop.precision import product_precision
+from nano_loop.policy import product_precision
 from nano_loop.steps import products
 
 PRODUCTS = "bf16-products"

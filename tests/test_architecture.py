@@ -60,7 +60,7 @@ ROOMS = (
         "optimizers",
     ),
     ("kernels",),
-    ("precision.product_precision",),
+    ("policy",),
     ("runtime.objects", "runtime.clock"),
     ("patching.calls", "patching.operators", "patching.loaders", "patching.optimizers"),
     ("patching", "optim"),
@@ -108,18 +108,19 @@ FILES_THAT_MAY_IMPORT = {
 # A budget is raised in a separate commit, which states what mechanism was replaced, and by how much.
 BUDGETS = {
     "": 450,  # 430 is the goal
-    "api": 1_300,
+    "api": 1_325,
     "cli": 2_375,  # 2_100 is the goal
     "integrations": 1_475,
-    "runtime": 2_400,  # 1_700 is the goal
-    "steps": 4_500,  # 3_300 is the goal
-    "kernels": 11_675,  # 9_600 is the goal
+    "runtime": 2_475,  # 1_700 is the goal
+    "steps": 4_475,  # 3_300 is the goal
+    "policy": 125,
+    "kernels": 11_700,  # 9_600 is the goal
     "autotune": 700,
     "optimizers": 1_050,  # 600 is the goal
-    "patching": 3_075,  # 2_950 is the goal
-    "precision": 1_975,  # 1_950 is the goal
+    "patching": 3_250,  # 2_950 is the goal
+    "precision": 1_725,  # 1_950 is the goal
     "data": 1_350,
-    "distributed": 13_400,  # 9_800 is the goal
+    "distributed": 13_375,  # 9_800 is the goal
     "profiling": 350,  # 300 is the goal
     "config": 1_525,  # 1_300 is the goal
     "cpu": 1_250,

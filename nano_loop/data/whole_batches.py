@@ -199,7 +199,7 @@ def is_supported(leaf: Any) -> bool:
         return False
     try:
         return bool(torch.from_numpy(leaf[:1].copy()).dtype is default_collate([leaf[0], leaf[0]]).dtype)
-    except TypeError:  # torch has no such dtype
+    except (TypeError, ValueError):  # torch has no such dtype, or no such byte order
         return False
 
 

@@ -18,7 +18,7 @@ import torch
 from nano_loop.kernels.memory import attempt, is_plain
 from nano_loop.patching.operators import Kernel, overridden
 from nano_loop.patching.ownership import Rules, rules_now
-from nano_loop.precision.product_precision import is_large
+from nano_loop.policy.product_precision import is_large
 
 #: The names of algorithms: torch's kernel, a C function, and one that rounds the inputs of an fp32 product.
 TORCH, COMPILED, ROUNDED = "torch", "compiled", "rounded"
@@ -149,7 +149,7 @@ class Override(NamedTuple):
     dispatch_key : str
         The dispatch key of the kernel.
     product : str
-        The key in `nano_loop.precision.product_precision.MIN_MULTIPLICATIONS` if the operator is a product.
+        The key in `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS` if the operator is a product.
     factors : int
         The number of leading tensors that a product multiplies.
     packs : bool

@@ -20,10 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nano_loop.kernels.memory import empty
 from nano_loop.patching.optimizers import is_dense, laid_out_as, lies_as
 
-_BLOCK = 1024  # numbers with a checksum
-_PIECE = 1024 * _BLOCK  # numbers that are converted at a time
+_BLOCK = 512  # numbers with a checksum
+_PIECE = 512 * _BLOCK  # numbers that are converted at a time
 _SIZE, _LARGEST, _HALF = 0x7FFFFFFF, 0x7F7F0000, 0x8000  # see `split` in C
-_MIXERS = (0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32))
+_MIXERS = (0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32), 0x846CA68B - (1 << 32))
 
 
 class Rest(NamedTuple):
@@ -149,13 +149,12 @@ def _pieces(numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _checksums(uppers: Tensor) -> Tensor:
-    """Return a sum over each block of bf16 numbers, which are in int32, and their places."""
-    places = torch.arange(len(uppers), dtype=torch.int32, device="cpu") % _BLOCK
-    mixed = ((uppers & 0xFFFF) | places << 16) * _MIXERS[0]
-    mixed = (mixed ^ (mixed >> 15 & 0x1FFFF)) * _MIXERS[1]
-    whole = len(mixed) // _BLOCK * _BLOCK
-    sums = [
-        mixed[:whole].view(-1, _BLOCK).sum(1),
-        *(part.sum(0, keepdim=True) for part in [mixed[whole:]] if len(part)),
-    ]
-    return torch.cat(sums).to(torch.int32)
+    """Return a sum over each block of bf16 numbers, which are in int32, by pairs with their places."""
+    pairs = torch.nn.functional.pad(uppers & 0xFFFF, (0, len(uppers) % 2)).view(-1, 2)
+    pairs = pairs[:, 0] | pairs[:, 1] << 16
+    places = torch.arange(len(pairs), dtype=torch.int32, device="cpu") % (_BLOCK // 2)
+    mixed = (pairs + places * _MIXERS[0]) * _MIXERS[1]
+    mixed = (mixed ^ (mixed >> 15 & 0x1FFFF)) * _MIXERS[2]
+    blocks = torch.nn.functional.pad(mixed, (0, -len(mixed) % (_BLOCK // 2)))
+    sums = blocks.view(-1, _BLOCK // 2).sum(1)
+    return sums.to(torch.int32)

@@ -19,9 +19,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.memory import DENSE, FLOATS, Pointer
 from nano_loop.optimizers.direct_steps import LEAST_EPS
+from nano_loop.optimizers.narrow_states import in_fp32, keep_narrow, take_back
 from nano_loop.optimizers.split import SplitWeights
 from nano_loop.optimizers.torch_fused_steps import steps_as_torch
-from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.optimizers import is_dense, laid_out_as, lies_as
 from nano_loop.patching.torch_private import below_torch_functions
 
@@ -77,7 +77,9 @@ class SplitSteps:
         if parameter.dtype not in self._dtypes or not _NUMBERS.accepts(parameter):
             return False
         gradient = parameter.grad
-        if gradient is not None and not (_NUMBERS.accepts(gradient) and gradient.shape == parameter.shape):
+        if gradient is not None and (gradient.dtype is not parameter.dtype or gradient.shape != parameter.shape):
+            return False
+        if gradient is not None and not _NUMBERS.accepts(gradient):
             return False
         return parameter.is_contiguous() or is_dense(parameter)
 
@@ -121,14 +123,17 @@ class SplitSteps:
 
     def as_torchs(self, state: Any) -> Any:
         """Return states of parameters in fp32."""
-        if self.moments is torch.float32:
-            return state
-        return map_tensors(lambda value: value.float() if value.dtype is self.moments else value, state)
+        return state if self.moments is torch.float32 else in_fp32(state)
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Use the bf16 states of a run before."""
+        if self.moments is not torch.float32:
+            take_back(optimizer)
 
     def restore(self, optimizer: Optimizer) -> None:
         """Make the states of an optimizer torch's."""
-        for parameter, state in optimizer.state.items():
-            optimizer.state[parameter] = self.as_torchs(state)
+        if self.moments is not torch.float32:
+            keep_narrow(optimizer)
 
     def _call_adam(self, place: int, lists: Sequence[list[Any]], settings: Mapping[str, Any]) -> None:
         parameters, gradients, means, squares, largest, counters = lists
@@ -169,13 +174,10 @@ class SplitSteps:
         rest = None if self._weights is None or parameter.dtype is torch.float32 else self._weights.of(parameter)
         halves = (None, None) if rest is None else (rest.numbers, rest.checksums)
         gradient = gradient if lies_as(gradient, parameter) else laid_out_as(parameter, gradient)
-        tensors = (gradient, *states)
-        in_bf16 = [
-            place for place, tensor in enumerate(tensors) if tensor is not None and tensor.dtype is torch.bfloat16
-        ]
+        is_narrow = any(state is not None and state.dtype is torch.bfloat16 for state in states)
         key = _mixed(self._seed << 40 | self._calls)
-        sizes = (parameter.numel(), sum(1 << place for place in in_bf16))
-        KERNEL(function, parameter, *halves, *tensors, *sizes, key, *flags, *map(float, numbers))
+        sizes = (parameter.numel(), int(is_narrow))
+        KERNEL(function, parameter, *halves, gradient, *states, *sizes, key, *flags, *map(float, numbers))
         increment_version([parameter, *(state for state in states if state is not None)])
 
 

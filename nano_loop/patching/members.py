@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 
 
 def named_parameters_of(
@@ -32,9 +35,19 @@ def buffers_of(module: nn.Module, *, recurse: bool = True) -> Iterator[Tensor]:
     return (buffer for _, buffer in named_buffers_of(module, recurse=recurse))
 
 
+def has_shape(tensor: Tensor) -> bool:
+    """Whether a parameter or a buffer has a shape. Those of lazy modules get theirs in the first call."""
+    return not is_lazy(tensor)
+
+
 def has_shapes(module: nn.Module) -> bool:
-    """Whether all parameters of a module have shapes. Lazy modules determine them in their first call."""
-    return not any(map(is_lazy, parameters_of(module)))
+    """Whether all parameters of a module have shapes."""
+    return all(map(has_shape, parameters_of(module)))
+
+
+def shaped(tensors: Iterable[_Tensor]) -> Iterator[_Tensor]:
+    """Yield the tensors that have a shape."""
+    return filter(has_shape, tensors)
 
 
 def forget_gradients(module: nn.Module) -> None:

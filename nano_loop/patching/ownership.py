@@ -33,7 +33,7 @@ OperatorRule = Callable[..., Any]
 
 
 class ProductPolicy(Protocol):
-    """Decides which fp32 products round their inputs: `nano_loop.precision.product_precision.Policy`."""
+    """Decides which fp32 products round their inputs: `nano_loop.policy.product_precision.Policy`."""
 
     dtype: torch.dtype
     tried: set[str]

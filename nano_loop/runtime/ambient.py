@@ -41,7 +41,7 @@ from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 from nano_loop.patching.torch_private_compiler import is_compiled
 from nano_loop.patching.user_code import warn
-from nano_loop.precision.product_precision import line_searches_in_fp32
+from nano_loop.policy.product_precision import line_searches_in_fp32
 from nano_loop.runtime.ambient_training import ChangedValues, Training
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name

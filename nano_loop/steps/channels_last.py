@@ -17,16 +17,16 @@ from nano_loop.kernels.drawing_order import drawn_as_nchw, in_call, is_converted
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import undone_with
-from nano_loop.patching.members import buffers_of, parameters_of
+from nano_loop.patching.members import buffers_of, has_shape, parameters_of, shaped
 from nano_loop.patching.nested_tensors import Substitution
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_functorch
+from nano_loop.runtime.objects.called_functions import names_called
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.layout_trial import LayoutTrial
-from nano_loop.steps.models import names_called
 from nano_loop.steps.step import ABSENT, SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -69,7 +69,8 @@ class ChannelsLast(Step):
         is_on = self.options.channels_last is True
         if not any(_takes_images(model) or (is_on and _may_take_images(model)) for model in models):
             return SkipReason("no_images", "the model has no layers for images", ABSENT)
-        has_weights = any(parameter.dim() in _FORMATS for model in models for parameter in parameters_of(model))
+        parameters = itertools.chain.from_iterable(map(parameters_of, models))
+        has_weights = any(not has_shape(parameter) or parameter.dim() in _FORMATS for parameter in parameters)
         if has_weights or is_on:  # pooling layers take images and have no weights
             return None
         return SkipReason("no_images", "the model has no 4-D or 5-D parameters", ABSENT)
@@ -101,7 +102,7 @@ class ChannelsLast(Step):
         wrapper = _converting_inputs(_converted(parameters_of(model)), channels) if to_nhwc else _as_they_are
         self.interceptors.add(model, self.name, wrapper)
         # Before torch 2.9, tensors are not marked as NHWC in the plain loop. We assume it if weights are NHWC.
-        by_the_user = not gives_kernels() and any(map(_lies_as_nhwc, parameters_of(model)))
+        by_the_user = not gives_kernels() and any(map(_lies_as_nhwc, shaped(parameters_of(model))))
         if to_nhwc and not self._draws and not by_the_user:
             self._draws = [self.undoing.enter_context(context()) for context in (drawn_as_nchw, same_draws)]
         for convolution in convolutions:
@@ -183,7 +184,7 @@ def _may_take_images(model: nn.Module) -> bool:
 def _converted(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
     """Return the dimensionalities of converted inputs: those of the parameters, or of all images."""
     formats = frozenset(_FORMATS)
-    return frozenset(parameter.dim() for parameter in parameters) & formats or formats
+    return frozenset(parameter.dim() for parameter in shaped(parameters)) & formats or formats
 
 
 def in_channels_last(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from nano_loop.patching.members import parameters_of
 from nano_loop.precision.autocast.frozen_weights import FEWEST, is_frozen
 from nano_loop.runtime.objects.report import size
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
-from nano_loop.steps.allocator import trim
+from nano_loop.steps.allocator import give_back, trim
 from nano_loop.steps.step import Step
 
 
@@ -59,6 +59,9 @@ class FrozenDtype(Step):
             expected = f"no weight of {names} is fp32, has {FEWEST:,} elements or more, and requires_grad=False"
             raise self._error(expected, "freeze weights before the setup")
         trim()
+        # Undone first, so that the activations' memory is returned before weights become fp32.
+        self.undoing.callback(trim)
+        self.undoing.callback(give_back)
         others = f"; {left} others unchanged, since their memory is shared" if left else ""
         return f"frozen weights in bf16, {size(freed)} freed{others}"
 

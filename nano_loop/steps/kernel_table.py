@@ -81,7 +81,7 @@ _CROSS_ENTROPY = Kernels(
     is_for=models.has_many_classes,
     says="one pass over the logits for the loss and its gradient, and of a large head in chunks of rows",
     absent=SkipReason("few_classes", f"no layer has {models.MANY_CLASSES:,} outputs or more", SMALL),
-    contexts=(head.logits_kept, logits.data_setter_replaced),
+    contexts=(head.logits_kept, logits.data_replaced),
     remark=head.remark,
 )
 CROSS_ENTROPY = Row("fast_cross_entropy", _CROSS_ENTROPY, _CROSS_ENTROPY)

@@ -1,87 +1,16 @@
-"""Which models call the operators whose kernels a step replaces, judged by their modules and the names in their code.
-
-A name, such as ``dropout`` of `torch.nn.functional.dropout`, may also be that of an attribute; the step then finds
-nothing to compute.
-"""
+"""Which models call the operators whose kernels a step replaces."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
 
 from torch import nn
 
 from nano_loop.kernels import embedding
-from nano_loop.patching.attributes import defined_in
-from nano_loop.patching.members import parameters_of
-from nano_loop.patching.walk import CONTAINERS, code_in, items_of, length_of, walk
+from nano_loop.patching.members import has_shape, parameters_of, shaped
+from nano_loop.runtime.objects.called_functions import names_called
 from nano_loop.runtime.objects.training_objects import class_name, has_modules
-
-_MOST = 1000  # maximum number of functions of a class and those that they call
-_LONGEST = 1000  # maximum length of a list of layers: longer ones hold data
-
-
-def names_called(model: nn.Module) -> frozenset[str]:
-    """Return the names in the code of a model's modules, and of the library functions that it calls.
-
-    This covers the methods of their classes, except torch's own, and functions of the same package that these name. It
-    does not run the program's code: a module may import a package on attribute access.
-    """
-    kinds: set[Any] = {type(value) for value in walk([model], _modules_in) if isinstance(value, nn.Module)}
-    return frozenset().union(*map(_names_in, kinds))
-
-
-def _modules_in(value: Any) -> Iterator[Any]:
-    """Yield the modules in a module, and in its lists and dicts, in which Keras stores layers."""
-    if isinstance(value, nn.Module):
-        yield from value.children()
-        yield from (attribute for attribute in vars(value).values() if isinstance(attribute, CONTAINERS))
-    elif length_of(value) <= _LONGEST:
-        yield from (item for item in items_of(value) if isinstance(item, (nn.Module, *CONTAINERS)))
-
-
-@functools.lru_cache(maxsize=1000)
-def _names_in(kind: type) -> frozenset[str]:
-    own = [base for base in kind.__mro__ if _package(base) != "torch"]
-    packages = {_package(base) for base in own}
-    methods = [
-        inspect.unwrap(value) for base in own for value in defined_in(base).values() if inspect.isfunction(value)
-    ]
-
-    def named(function: Any) -> Iterable[Any]:
-        return _named(function)[1] if type(function) is FunctionType and _package(function) in packages else ()
-
-    reached = [*walk(methods, named, most=_MOST)]
-    names = (_named(function)[0] for function in reached if _package(function) in packages)
-    return frozenset(function.__name__ for function in reached if _package(function) not in packages).union(*names)
-
-
-@functools.lru_cache(maxsize=10_000)  # classes of a library call the same functions
-def _named(function: Any) -> tuple[frozenset[str], tuple[Any, ...]]:
-    """Return the names in the code of a function, and the functions that these refer to, also through modules."""
-    if type(function) is not FunctionType:
-        return frozenset(), ()
-    names = frozenset(name for code in code_in(function.__code__) for name in code.co_names)
-
-    def named_in(value: Any) -> Iterable[Any]:
-        names_of = function.__globals__ if value is function else vars(value) if _is_module(value) else {}
-        return (names_of[name] for name in names if name in names_of)
-
-    values = walk([function], named_in)
-    return names, tuple(value for value in values if type(value) in (FunctionType, BuiltinFunctionType))
-
-
-def _is_module(value: Any) -> bool:
-    return issubclass(type(value), ModuleType)
-
-
-def _package(value: Any) -> str:
-    return str(getattr(value, "__module__", "")).partition(".")[0]
-
 
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -137,13 +66,16 @@ def has_tanh(model: nn.Module) -> bool:
 
 
 def has_many_classes(model: nn.Module) -> bool:
-    """Whether a layer has as many outputs as a vocabulary."""
-    return any(weight.dim() >= _MATRIX and weight.size(0) >= MANY_CLASSES for weight in parameters_of(model))
+    """Whether a layer has as many outputs as a vocabulary, or is lazy, so that it may have."""
+    return any(
+        not has_shape(weight) or (weight.dim() >= _MATRIX and weight.size(0) >= MANY_CLASSES)
+        for weight in parameters_of(model)
+    )
 
 
 def has_large_tables(model: nn.Module) -> bool:
     """Whether a model has an embedding with a large enough table."""
-    tables = (weight for weight in parameters_of(model) if weight.dim() == _MATRIX)
+    tables = (weight for weight in shaped(parameters_of(model)) if weight.dim() == _MATRIX)
     return any(weight.numel() >= embedding.MIN_ELEMENTS for weight in tables) and _looks_up(model)
 
 
@@ -158,11 +90,12 @@ def has_large_matrix_in_fp32(model: nn.Module) -> bool:
 
 
 def _has_matrix(model: nn.Module, elements: int) -> bool:
-    return any(weight.dim() == _MATRIX for weight in large_weights(model, elements))
+    return any(not has_shape(weight) or weight.dim() == _MATRIX for weight in large_weights(model, elements))
 
 
 def large_weights(model: nn.Module, elements: int) -> Iterator[nn.Parameter]:
-    """Yield the parameters for products, not of embeddings, with at least this many elements."""
+    """Yield the parameters for products, not of embeddings, with at least this many elements, and lazy ones."""
     for module in model.modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            yield from (weight for weight in parameters_of(module, recurse=False) if weight.numel() >= elements)
+            weights = parameters_of(module, recurse=False)
+            yield from (weight for weight in weights if not has_shape(weight) or weight.numel() >= elements)

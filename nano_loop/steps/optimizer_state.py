@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,6 +66,7 @@ class OptimizerState(Step):
             self._is_applied = True
             self.undoing.callback(self.clock.before(self._before_step))
             self.undoing.callback(self.clock.after(self._after_step))
+            self.undoing.enter_context(replaced(Optimizer, "__getstate__", _with_torchs_states))
         for optimizer in parts.optimizers:
             self._take(optimizer)
         # Undone first: the fp32 tensors that are created after the run do not fit where smaller blocks were freed.
@@ -95,6 +98,7 @@ class OptimizerState(Step):
         for handle in wide.hooks(optimizer):
             self.undoing.callback(handle.remove)
         if steps is not None:
+            steps.begin(optimizer)
             undoing.callback(weakly(steps.restore, optimizer))
             undoing.enter_context(steps_fused(optimizer, steps))
         self._surround_modes(optimizer, wide)
@@ -113,8 +117,7 @@ class OptimizerState(Step):
 
     def _surround_modes(self, optimizer: Optimizer, wide: WideWeights) -> None:
         """Let the methods with which schedule-free optimizers swap weights compute in fp32 as well."""
-        _wide_of[id(optimizer)] = wide
-        undone_with(optimizer, self.undoing).callback(_wide_of.pop, id(optimizer))
+        undone_with(optimizer, self.undoing).enter_context(_found_as(wide, id(optimizer)))
         for name in _MODES:
             if callable(getattr(type(optimizer), name, None)):
                 self.undoing.enter_context(replaced(type(optimizer), name, _in_fp32))
@@ -134,6 +137,17 @@ _MODES = ("train", "eval")
 _wide_of: dict[int, WideWeights] = process_wide("wide weights, by optimizer", {})
 
 
+@contextmanager
+def _found_as(wide: WideWeights, number: int) -> Iterator[None]:
+    before = {number: _wide_of[number]} if number in _wide_of else {}  # of a run around this one
+    _wide_of[number] = wide
+    try:
+        yield
+    finally:
+        _wide_of.pop(number, None)
+        _wide_of.update(before)
+
+
 def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -147,6 +161,19 @@ def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
             wide.narrow()
 
     return call
+
+
+def _with_torchs_states(original: Callable[[Optimizer], dict[str, Any]]) -> Callable[[Optimizer], dict[str, Any]]:
+    """Return a method that copies and pickles an optimizer with states as torch's: the copy steps as torch does."""
+
+    @functools.wraps(original)
+    def getstate(self: Optimizer) -> dict[str, Any]:
+        result, wide = original(self), _wide_of.get(id(self))
+        if wide is None:
+            return result
+        return {**result, "state": defaultdict(dict, wide.as_torchs(result["state"]))}
+
+    return getstate
 
 
 class WideWeights:
@@ -179,6 +206,11 @@ class WideWeights:
             raise self._error(optimizer, _NEEDED)
         return takes
 
+    def as_torchs(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return states with moments in fp32."""
+        of_torch = self._steps.as_torchs if self._steps is not None else lambda state: state
+        return {key: of_torch(state) for key, state in states.items()}
+
     def hooks(self, optimizer: Optimizer) -> list[Any]:
         """Register hooks that make an optimizer save and load fp32 states, and return their handles."""
         handles = [
@@ -187,10 +219,9 @@ class WideWeights:
             optimizer.register_load_state_dict_post_hook(lambda *_: self.narrow()),
         ]
         if self._steps is not None:
-            of_torch = self._steps.as_torchs
             handles.append(
                 optimizer.register_state_dict_post_hook(
-                    lambda _, saved: {**saved, "state": {key: of_torch(state) for key, state in saved["state"].items()}}
+                    lambda _, saved: {**saved, "state": self.as_torchs(saved["state"])}
                 )
             )
         return handles

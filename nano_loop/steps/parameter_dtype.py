@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
-from nano_loop.patching.members import parameters_of
+from nano_loop.patching.members import parameters_of, shaped
 from nano_loop.patching.nested_tensors import Substitution, map_tensors
-from nano_loop.patching.optimizers import held_by
+from nano_loop.patching.optimizers import called_after_steps, held_by
 from nano_loop.precision.autocast.call_under_autocast import explain
 from nano_loop.precision.autocast.conversion import Conversion
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.steps.allocator import trim
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -47,26 +51,37 @@ class ParameterDtype(Step):
         assert dtype is not None
         if self._conversion is None:
             self.undoing.callback(self.split_weights.clear)
-            self._conversion = Conversion(dtype, self.split_weights.restored if dtype is torch.bfloat16 else None)
+            to_fp32 = self.split_weights.restored if dtype is torch.bfloat16 else None
+            self._conversion = Conversion(dtype, to_fp32, trim)
             self.undoing.callback(self._conversion.restore)
-        trained = {parameter.data_ptr() for optimizer in parts.optimizers for parameter in held_by(optimizer)}
+            if dtype is torch.float64:
+                self.undoing.enter_context(called_after_steps(self._note))
+        held = chain.from_iterable(map(held_by, parts.optimizers))
+        trained = {parameter.data_ptr() for parameter in shaped(held)}
         split = partial(self.split_weights.narrowed, split=trained) if dtype is torch.bfloat16 else None
+        conversion = self._conversion
         for model in parts.models:
-            self._conversion.convert(model, split)
-            interceptor = self.interceptors.add(model, self.name, _casting_outputs(self._conversion))
-            interceptor.around_modules(lambda module: _casting_inputs(dtype), DTYPES)
+            conversion.convert(model, split)
+            interceptor = self.interceptors.add(model, self.name, _casting_outputs(conversion))
+            interceptor.around_modules(lambda module: _casting_inputs(conversion), DTYPES)
         if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `OptimizerState`
             for optimizer in parts.optimizers:
                 self._conversion.convert_state(optimizer)
         empty = [class_name(model) for model in parts.models if next(parameters_of(model), None) is None]
         return "; ".join([self.options.kind.summary, *(f"{name} has no parameters" for name in empty)])
 
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note the state of an optimizer that the loop has created."""
+        assert self._conversion is not None
+        self._conversion.note_state(optimizer)
+
 
 _MADE = "Create it with the dtype of another tensor, as with x.new_zeros(...)"
 
 
-def _casting_inputs(dtype: torch.dtype) -> Call:
+def _casting_inputs(conversion: Conversion) -> Call:
     """Return a wrapper around each call of a module, including calls that a method of the model makes in a loop."""
+    dtype = conversion.dtype
 
     def inward(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.dtype is not dtype and tensor.is_floating_point() else tensor
@@ -75,7 +90,11 @@ def _casting_inputs(dtype: torch.dtype) -> Call:
         substitution = Substitution(inward)
         args, kwargs = substitution(args), substitution(kwargs)
         try:
-            return function(self, *args, **kwargs)
+            if not isinstance(self, LazyModuleMixin):
+                return function(self, *args, **kwargs)
+            # Its own hook, which runs first, initializes the parameters in fp32, as in the plain loop.
+            with self.register_forward_pre_hook(lambda module, _: conversion.convert_added(module)):
+                return function(self, *args, **kwargs)
         finally:
             substitution.restore()
 

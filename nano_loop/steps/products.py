@@ -19,10 +19,10 @@ from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.override import Override
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
-from nano_loop.patching.members import parameters_of
+from nano_loop.patching.members import has_shape, parameters_of
 from nano_loop.patching.operators import gives_kernels
+from nano_loop.policy.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
 from nano_loop.precision.autocast.frozen_weights import remark_on_integers
-from nano_loop.precision.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
 from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name, has_modules
 from nano_loop.runtime.trial import StepTrial
@@ -46,7 +46,7 @@ class _Kind(NamedTuple):
     Attributes
     ----------
     name : str
-        A key of `nano_loop.precision.product_precision.MIN_MULTIPLICATIONS`.
+        A key of `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS`.
     overrides : tuple of Override
         The replacements of torch's kernels, only for this kind. Empty for LSTMs, which `fast_rnn` replaces.
     is_for : callable
@@ -62,7 +62,7 @@ class _Kind(NamedTuple):
 
 
 def _has_large_weights(model: nn.Module) -> bool:
-    return any(weight.dim() >= _MATRIX for weight in large_weights(model, SMALLEST_WEIGHT))
+    return any(not has_shape(weight) or weight.dim() >= _MATRIX for weight in large_weights(model, SMALLEST_WEIGHT))
 
 
 _KINDS = (

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from watched import is_fused, seeded  # noqa: F401 - a fixture
 
 from nano_loop import NanoConfigError, nano
-from nano_loop.api.decorator import parts_in, variables_around
+from nano_loop.api.call_parts import parts_in, variables_around
 
 quiet = nano(verbose=False)
 

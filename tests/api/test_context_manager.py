@@ -36,7 +36,7 @@ def test_wrong_arguments_are_errors_where_they_stand():
     with pytest.raises(NanoConfigError, match="Write precision"):
         accelerated(Net(), precison="bf16")
     with (
-        pytest.raises(NanoConfigError, match=r"model is a builtins\.str"),
+        pytest.raises(NanoConfigError, match=r"model is a str: it must be a torch\.nn\.Module"),
         accelerated("model", verbose=False),
     ):
         pass

@@ -234,6 +234,24 @@ def test_decorated_lambda_partial_and_object_train():
         assert set(net.seen) == {torch.bfloat16}
 
 
+def test_decorated_partial_and_object_that_hold_what_they_train():
+    class Loop:
+        def __init__(self, *parts):
+            self.parts = parts
+
+        def __call__(self):
+            return fit(*self.parts)
+
+    for bind in (
+        functools.partial,
+        lambda function, *parts: Loop(*parts),
+        lambda function, *parts: functools.partial(lambda epochs: fit(*parts), epochs=3),
+    ):
+        net, *others = make()
+        assert bf16(bind(fit, net, *others))() is net
+        assert set(net.seen) == {torch.bfloat16}
+
+
 # --- the call is passed on unchanged ---
 
 

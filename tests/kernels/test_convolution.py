@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.compared.convolution_gradients import OF_GROUPS, call_of, gradients, inputs, standing_in
-from kernels.compared.convolutions import NHWC, depthwise_case
-from nano_loop.kernels.convolution import convolution as module
-from nano_loop.kernels.convolution import depthwise, gradient_plans, weight_gradient
+from kernels.compared.convolutions import NHWC, arguments, by_torch, depthwise_case
+from nano_loop.kernels.convolution import convolution, depthwise, gradient_plans, weight_gradient
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch does not hand out its kernels")
 
@@ -27,17 +26,6 @@ def in_force():
         yield left
 
 
-def test_weights_gradients_of_depthwise_convolutions_in_fp32_are_as_exact_as_torchs(monkeypatch):
-    monkeypatch.setattr(depthwise, "MIN_ELEMENTS", 1)
-    tensors, geometry = inputs(channels=24, outputs=24, groups=24), {"groups": 24, "padding": 1}
-    exact = gradients(F.conv2d, tensors, torch.float64, **geometry)
-    with standing_in() as left:
-        ours = gradients(F.conv2d, tensors, torch.float32, **geometry)
-    assert left == [(True, False, False)]
-    for mine, reference in zip(ours, exact, strict=True):
-        torch.testing.assert_close(mine.double(), reference, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(("groups", "fewest"), [(12, 1), (24, 1 << 20)])
 def test_other_groups_than_channels_and_few_elements_have_no_depthwise_function(monkeypatch, groups, fewest):
     assert depthwise.KERNEL.unavailable is None
@@ -53,24 +41,6 @@ def test_bias_meets_a_gradient_that_is_a_slice_of_another(in_force):
     ours, exact = gradients(joined, tensors), gradients(joined, tensors, torch.float64)
     torch.testing.assert_close(ours[2].double(), exact[2], rtol=0.01, atol=0.01)
     assert in_force[0] == (True, True, False)
-
-
-LEFT_TO_TORCH = {
-    "bf16": (torch.bfloat16, {}, {"padding": 1}),
-    "fp32": (torch.float32, {}, {"padding": 1}),
-    "fp64": (torch.float64, {}, {"padding": 1}),
-    "groups": (torch.bfloat16, {"groups": 2}, {"padding": 1, "groups": 2}),
-}
-
-
-@pytest.mark.parametrize("case", LEFT_TO_TORCH)
-def test_other_convolutions_are_torchs_to_the_bit(case):
-    dtype, shapes, kwargs = LEFT_TO_TORCH[case]
-    torchs = gradients(F.conv2d, inputs(**shapes), dtype, **kwargs)
-    with standing_in() as left:
-        ours = gradients(F.conv2d, inputs(**shapes), dtype, **kwargs)
-    assert left == [(True, True, True)]
-    assert all(itertools.starmap(torch.equal, zip(ours, torchs, strict=True)))
 
 
 def test_gradients_of_few_elements_are_torchs(in_force, monkeypatch):
@@ -110,29 +80,8 @@ def test_compiled_callers_compute_the_same(in_force):
 # --- plans ---
 
 
-def backward_arguments(
-    images=4, channels=8, outputs=8, groups=1, transposed=False, mask=(True, True, True), size=9, layout=NHWC
-):
-    generator = torch.Generator().manual_seed(0)
-    shape = (channels, outputs // groups) if transposed else (outputs, channels // groups)
-
-    def some(*shape):
-        return torch.randn(shape, generator=generator).bfloat16().contiguous(memory_format=layout)
-
-    inputs, weight = some(images, channels, 9, 9), some(*shape, 3, 3)
-    function = F.conv_transpose2d if transposed else F.conv2d
-    out = function(inputs, weight, padding=1, groups=groups)
-    geometry = ([outputs], [1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
-    return gradient_plans.Arguments(some(*out.shape), inputs, weight, *geometry, mask)
-
-
-def by_kernel(*given):
-    """Call torch's kernel."""
-    return torch.ops.aten.convolution_backward(*given)
-
-
-def by_plan(given, plan):
-    return module._by_plan(module._supports(by_kernel, *given), plan)
+def planned(**case):
+    return arguments(**{"channels": 8, "outputs": 8, "mask": (True, True, True), **case})
 
 
 PLANNED = {
@@ -151,11 +100,11 @@ PLANNED = {
 
 @pytest.mark.parametrize("case", PLANNED)
 def test_every_plan_gives_torch_s_gradients(case):
-    given = backward_arguments(**PLANNED[case])
-    theirs = by_kernel(*given)
+    given = planned(**PLANNED[case])
+    call, theirs = convolution._supports(by_torch, *given), by_torch(*given)
     assert gradient_plans.Plan() in gradient_plans.plans(given)
     for plan in {*gradient_plans.plans(given), gradient_plans.first_guess(given)}:
-        for ours, torchs, asked in zip(by_plan(given, plan), theirs, given.output_mask, strict=True):
+        for ours, torchs, asked in zip(convolution._by_plan(call, plan), theirs, given.output_mask, strict=True):
             assert (ours is None) == (not asked)
             if asked:
                 assert ours.dtype is torch.bfloat16
@@ -164,7 +113,7 @@ def test_every_plan_gives_torch_s_gradients(case):
 
 def test_blocks_are_for_nhwc_and_fp32_for_groups_and_few_channels():
     def weights(**case):
-        return {plan.weight for plan in gradient_plans.plans(backward_arguments(**case))}
+        return {plan.weight for plan in gradient_plans.plans(planned(**case))}
 
     blocks = {"blocks"} if weight_gradient.KERNEL.unavailable is None else set()
     assert weights() == {"torch"} | blocks

@@ -162,7 +162,7 @@ WAYS = {
 
 #: In bf16, these results are only noise.
 IN_FP32 = {"is_grads_batched, of a gradient"}
-#: Covered by other ways, so tested with the slow tests only.
+#: Covered by other ways.
 REPEATED = {"retained", "is_grads_batched", "func.grad of a gradient", "jacrev", "checkpoint"}
 
 
@@ -285,24 +285,22 @@ EACH_ROW = pytest.mark.parametrize(
 )
 
 
+#: How models are called, and the ways to differentiate them. The first ones cover most faults.
+CALLED = [
+    pytest.param("twice", WAYS.keys() - REPEATED, id="twice"),
+    pytest.param("in two models", {"create_graph"}, id="in two models"),
+    pytest.param("twice", REPEATED, id="twice, repeated", marks=pytest.mark.slow),
+    pytest.param("in two models", WAYS.keys() - {"create_graph"}, id="in two models, repeated", marks=pytest.mark.slow),
+    *(pytest.param(calls, WAYS.keys(), id=calls, marks=pytest.mark.slow) for calls in ("once", "three times")),
+]
+
+
+@pytest.mark.parametrize(("calls", "ways"), CALLED)
 @EACH_ROW
-def test_derivatives_of_what_is_called_twice_are_torchs(everything_in_c, called, name):
-    row = row_of(name)
-    found = [*differences(row, "first", "twice")]
-    assert row.calls is None or row.calls in called
-    for way in ways_of(row)[1:]:
-        found += differences(row, way, "twice") if way not in REPEATED else ()
+def test_derivatives_are_torchs(everything_in_c, called, name, calls, ways):
+    row, found = row_of(name), []
+    for way in ways_of(row):
+        if way in ways:
+            found += differences(row, way, calls)
+            assert way != "first" or row.calls is None or row.calls in called
     assert not found
-
-
-@EACH_ROW
-def test_second_derivatives_of_two_models_are_torchs(everything_in_c, name):
-    assert not [*differences(row_of(name), "create_graph", "in two models")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("calls", CALLS)
-@EACH_ROW
-def test_derivatives_are_torchs(everything_in_c, name, calls):
-    row = row_of(name)
-    assert not [difference for way in ways_of(row) for difference in differences(row, way, calls)]

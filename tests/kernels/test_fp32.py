@@ -1,11 +1,11 @@
-"""C functions for fp32 tensors are as close to fp64 as torch's kernels, over 25 seeds, and are selected by a rule."""
+"""C functions for fp32 are as close to fp64 as torch's kernels, over 25 seeds, and other calls are left to torch."""
 
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from steps.kernels.cases import compute_in_c
+from steps.kernels.cases import BY_NAME, compute_in_c, use_for_all_sizes
 from torch import nn
 
 from kernels.compared.products import factors
@@ -131,15 +131,24 @@ def normed(call):
     return lambda a, b, bias: call(torch.randn(6, 20, 64, generator=torch.Generator().manual_seed(0)))
 
 
-OTHERS = {
+PRODUCTS = {
     "beta": lambda a, b, bias: torch.addmm(bias, a, b, beta=2),
     "alpha": lambda a, b, bias: torch.addmm(bias, a, b, alpha=0.5),
     "matrix added": lambda a, b, bias: torch.addmm(a, a, b),
+    "rows added": lambda a, b, bias: torch.addmm(bias.expand(64, 64).clone(), a, b),
     "number added": lambda a, b, bias: torch.addmm(bias[:1], a, b),
-    "out": lambda a, b, bias: torch.mm(a, b, out=torch.empty(64, 64)),
+    "out": lambda a, b, bias: torch.mm(a, b, out=torch.empty(64, 64, dtype=a.dtype).t()),
+    "into a factor": lambda a, b, bias: torch.addmm(a[0], b, b, out=a),  # torch copies the bias first
     "fp64": lambda a, b, bias: torch.mm(a.double(), b.double()),
     "no rows": lambda a, b, bias: torch.mm(a[:0], b),
     "no depth": lambda a, b, bias: torch.mm(a[:, :0], b[:0]),
+}
+#: The kernel for fp32 takes these.
+PRODUCTS_IN_BF16 = PRODUCTS | {
+    "every second column": lambda a, b, bias: torch.mm(a[:, ::2], b[::2]),
+    "one row for all": lambda a, b, bias: torch.mm(a[:1].expand(64, 64), b),
+}
+NORMS = {
     "norm of columns": normed(lambda x: F.rms_norm(x.mT.contiguous().mT, [64])),
     "norm in fp64": normed(lambda x: F.rms_norm(x.double(), [64])),
     "norm in bf16": normed(lambda x: F.rms_norm(x.bfloat16(), [64])),
@@ -156,14 +165,30 @@ def calling(function, name):
     return model
 
 
-@in_runs
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_calls_are_torchs_to_the_bit(called, name):
-    tensors = factors(64, 64, 64)
-    expected, model = OTHERS[name](*tensors), calling(lambda: OTHERS[name](*tensors), name)
-    with run_of(model):
+def assert_torchs(called, call, name, tensors, **options):
+    expected, model = call(*(each.clone() for each in tensors)), calling(lambda: call(*tensors), name)
+    with run_of(model, **options):
         assert torch.equal(model(), expected)
     assert not called
+
+
+@in_runs
+@pytest.mark.parametrize("name", PRODUCTS | NORMS)
+def test_other_calls_are_torchs_to_the_bit(called, name):
+    assert_torchs(called, (PRODUCTS | NORMS)[name], name, factors(64, 64, 64))
+
+
+@in_runs
+@pytest.mark.parametrize("name", PRODUCTS_IN_BF16)
+def test_other_products_in_bf16_are_torchs_to_the_bit(called, monkeypatch, name):
+    use_for_all_sizes(monkeypatch, BY_NAME["fast_linear"])
+
+    def call(*tensors):
+        with torch.autocast("cpu", enabled=False):
+            return PRODUCTS_IN_BF16[name](*tensors)
+
+    tensors = factors(64, 64, 64, dtype=torch.bfloat16)
+    assert_torchs(called, call, name, tensors, precision="bf16", fast_linear=True)
 
 
 @in_runs

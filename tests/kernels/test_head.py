@@ -278,6 +278,24 @@ def test_losses_that_are_kept_hold_nothing_of_the_head():
         assert not head.noted().heads
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_logits_that_are_read_after_a_write_by_data_are_what_they_were(name, is_frozen):
+    def trained(model):
+        words, targets = batch()
+        model.head.requires_grad_(not is_frozen)
+        logits = model(words)
+        nano_gpt(logits, targets).backward()
+        assert nn.Parameter(torch.eye(2).to_sparse()).data.is_sparse  # it has no address
+        getattr(model.head, name).data.mul_(2)
+        return logits.argmax(-1), logits.detach()[0].clone()
+
+    expected, model = trained(model_of()), model_of()
+    with accelerated(model, verbose=False):
+        found = trained(model)
+    torch.testing.assert_close(found, expected)
+
+
 def test_weight_that_is_written_before_the_logits_are_read_is_an_error():
     model, (words, _) = model_of(), batch()
     with accelerated(model, verbose=False):

@@ -21,7 +21,7 @@ from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import gradient_plans
 from nano_loop.kernels.linear import product
 from nano_loop.patching.operators import gives_kernels
-from nano_loop.precision import product_precision
+from nano_loop.policy import product_precision
 from nano_loop.precision.autocast import frozen_weights
 from nano_loop.precision.autocast.autocast import can_train_lstms
 from nano_loop.steps import products

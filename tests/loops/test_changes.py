@@ -49,16 +49,11 @@ def nothing(program):
 
 
 def check_row(name, config):
-    row = ROWS[name]
-    if row.rounds and config.tolerance:
-        config = replace(config, within_spread=True)
-    with row.before():
-        check(built, changed_by(row.change), config)
+    with ROWS[name].before():
+        check(built, changed_by(ROWS[name].change), config)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * row.repeats) for name, row in ROWS.items()]
-)
+@pytest.mark.parametrize("name", ROWS)
 def test_change_holds_from_the_next_step_on(name):
     check_row(name, FUSED)
 
@@ -70,7 +65,6 @@ def test_change_holds_from_the_next_step_on(name):
         pytest.param(name, config, id=f"{name}-{config.name}")
         for name, row in ROWS.items()
         for config in (*TOGETHER, *(ALONE if name in OF_CALLS else ()))
-        if not row.repeats
     ],
 )
 def test_change_holds_with_each_step_and_kernel(name, config):
@@ -79,7 +73,7 @@ def test_change_holds_with_each_step_and_kernel(name, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OF_CALLS if not ROWS[name].repeats])
+@pytest.mark.parametrize("name", OF_CALLS)
 def test_change_holds_in_bf16(name):
     if IN_BF16.name not in ROWS[name].without:
         check_row(name, IN_BF16)

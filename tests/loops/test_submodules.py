@@ -1,5 +1,6 @@
 """Ways into a model other than calling it: submodules, custom methods, indexing, hooks, the user's casts."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, softsign
@@ -267,3 +268,41 @@ class Tabled(nn.Module):
 @pair(job(model=Tabled))
 def test_models_whose_attributes_raise_errors_of_their_own(model, optimizer, loader, by_hand=untouched):
     return fit(model, optimizer, loader, by_hand)
+
+
+LAZY = {
+    "fp32": {},
+    "exact": {"exact": True},
+    "products": {"precision": "auto"},
+    "bf16": {"precision": "bf16"},
+    "bf16-true": {"precision": "bf16-true"},
+    "64": {"precision": 64},
+    "channels_last": {"channels_last": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("options", LAZY.values(), ids=LAZY)
+def test_layers_that_their_first_call_in_the_run_builds(options):
+    def trained(train):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(2))
+        optimizer, unused, inputs = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            nn.LazyLinear(2),
+            torch.rand(8, 3, 6, 6),
+        )
+        return train(model, optimizer, unused, inputs), model.state_dict()
+
+    def train(model, optimizer, unused, inputs):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss.detach(), unused.has_uninitialized_params()
+
+    expected = trained(train)
+    found = trained(nano(**options, verbose=False)(train))
+    atol = 0 if "exact" in options else 0.02 if "bf16" in str(options.get("precision")) else 1e-5
+    torch.testing.assert_close(found, expected, rtol=atol, atol=atol)

@@ -119,8 +119,8 @@ def test_what_is_written_elsewhere_or_was_there_before_keeps_its_rest():
     assert torch.equal(split.wide(weight.data), wide)
     weight[4999] = 0
     found = split.wide(weight.data)
-    assert torch.equal(found[:4096], wide[:4096])
-    assert torch.equal(found[4096:], weight[4096:].float())
+    assert torch.equal(found[:4608], wide[:4608])
+    assert torch.equal(found[4608:], weight[4608:].float())
 
 
 def test_rests_are_freed_after_the_weights():

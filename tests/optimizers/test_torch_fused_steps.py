@@ -1,4 +1,4 @@
-"""Fused steps equal torch's loop up to rounding, and the program sees its own flags, versions and memory."""
+"""Fused steps equal torch's loop up to rounding; the program sees its own hooks, flags, versions and memory."""
 
 import contextlib
 import copy
@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from watched import FusedCalls
 
 from nano_loop import accelerated
+from nano_loop.optimizers.direct_steps import stepped_directly
 from nano_loop.patching.patch_table import left_by_runs
 
 KINDS = {
@@ -249,6 +251,95 @@ def test_steps_are_fused_and_again_once_the_tensors_lie_alike(name, step):
             calls.names.clear()
 
 
+OTHER_SETTINGS = [
+    *(("SGD with momentum", {"dampening": 0.3}), ("SGD with momentum", {"nesterov": True, "maximize": True})),
+    *(("Adam", {"weight_decay": 0.1}), ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1})),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in KINDS), *OTHER_SETTINGS], ids=str)
+def test_bits_are_those_of_torchs_fused_kernels_with_missing_gradients_and_changing_rates(name, settings):
+    def train(loop):
+        parameters = [*loop.model.parameters()]
+        for number, missing in enumerate(([], [], [1], [2, 3], [0, 1, 2, 3], [])):
+            loop.backward()
+            for place in missing:
+                parameters[place].grad = None
+            loop.optimizer.param_groups[0]["lr"] = 0.01 * (number + 1)
+            loop.optimizer.step()
+
+    plain, ours = pair(name, train, fused=True, **settings)
+    assert all(map(torch.equal, ours[0], plain[0]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "name", "becomes_0"),
+    [
+        (Adam, {}, "exp_avg", True),
+        (Adam, {"eps": 1e-20}, "exp_avg", False),  # it may matter compared with this epsilon
+        (Adagrad, {}, "sum", True),
+        (SGD, {"momentum": 0.9}, "momentum_buffer", True),
+    ],
+)
+def test_moments_that_are_denormal_become_0(kind, settings, name, becomes_0):
+    parameters = [torch.randn(size, requires_grad=True) for size in (3, 1 << 18)]
+    optimizer = kind(parameters, lr=1e-3, fused=True, **settings)
+    with stepped_directly(optimizer):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        for parameter in parameters:
+            parameter.grad.zero_()
+            optimizer.state[parameter][name].fill_(1e-39)
+        optimizer.step()
+    for parameter in parameters:
+        moments = optimizer.state[parameter][name]
+        assert moments.count_nonzero() == (0 if becomes_0 else moments.numel())
+    assert torch.full((1 << 18,), 1e-39).mul(0.5).all()  # as before
+
+
+# --- hooks ---
+
+
+@OF_EACH_KIND
+def test_hooks_run_in_torchs_order_and_may_change_the_arguments(name):
+    def train(loop):
+        optimizer, seen = loop.optimizer, []
+        handles = [
+            register_optimizer_step_pre_hook(lambda *given: seen.append(("all", len(given)))),
+            register_optimizer_step_post_hook(lambda *given: seen.append(("all, after", len(given[1:])))),
+            optimizer.register_step_pre_hook(lambda *given: seen.append(("one", len(given[1]), given[2]))),
+            optimizer.register_step_post_hook(lambda *given: seen.append(("one, after", len(given[1]), given[2]))),
+        ]
+        try:
+            for _ in range(2):
+                loop.backward()
+                optimizer.step()
+            handles.append(optimizer.register_step_pre_hook(lambda self, args, kwargs: ((self, lambda: 7), kwargs)))
+            seen.append(optimizer.step())
+            handles.append(optimizer.register_step_pre_hook(lambda *given: "nonsense"))
+            with pytest.raises(RuntimeError, match=r"None or a tuple|None, or the new arguments"):
+                optimizer.step()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    plain, ours = pair(name, train, fused=True)
+    assert 7 in plain[2]
+    assert_alike(plain, ours)
+
+
+def test_profiler_sees_torchs_labels():
+    loop = Loop("AdamW", fused=True)
+    with accelerated(loop.model, loop.optimizer, verbose=False):
+        directly(loop)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            directly(loop)
+    names = {each.key for each in profile.key_averages()}
+    assert {"Optimizer.step#AdamW.step", "Optimizer.zero_grad#AdamW.zero_grad"} <= names
+
+
 # --- versions ---
 
 
@@ -359,56 +450,6 @@ def test_flags_are_the_programs_in_hooks_and_closures_and_after_an_error(name, f
         return seen
 
     assert_alike(*pair(name, train))
-
-
-# --- layouts ---
-
-
-def train(model, optimizer, steps, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.rand(2, 3, 6, 6, generator=generator)).square().mean().backward()
-        optimizer.step()
-
-
-def conv(memory_format=torch.contiguous_format):
-    torch.manual_seed(0)
-    return nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
-
-
-def resumed(name, fused):
-    """Train in NCHW, and continue from the checkpoint with channels_last; return the weights of both."""
-    kind, settings = KINDS[name]
-    model = conv()
-    optimizer = kind(model.parameters(), **settings)
-    train(model, optimizer, 3, seed=1)
-    other = conv(torch.channels_last)
-    other.load_state_dict(model.state_dict())
-    loading = kind(other.parameters(), fused=fused, **settings)
-    with accelerated(other, loading, verbose=False):
-        saved = copy.deepcopy(optimizer.state_dict())  # torch shares the loaded state
-        saved["param_groups"] = loading.state_dict()["param_groups"]
-        loading.load_state_dict(saved)
-        train(other, loading, 3, seed=2)
-    train(model, optimizer, 3, seed=2)
-    return other.weight, model.weight
-
-
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "SGD"])
-@pytest.mark.parametrize("fused", [None, True])
-def test_checkpoint_of_another_layout_is_resumed_right(name, fused):
-    torch.testing.assert_close(*resumed(name, fused), rtol=1e-4, atol=1e-6)
-
-
-@OF_EACH_KIND
-def test_channels_last_weights_are_stepped_by_the_kernel(name):
-    kind, settings = KINDS[name]
-    model = conv(torch.channels_last)
-    optimizer = kind(model.parameters(), **settings)
-    with accelerated(model, optimizer, verbose=False), FusedCalls() as calls:
-        train(model, optimizer, 3, seed=1)
-    assert len(calls.names) == 3
 
 
 # --- left to torch ---

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nano_loop import disable_casts, nano
 from nano_loop.patching.operators import gives_kernels
+from nano_loop.patching.weight_copies import WeightCopies
 from nano_loop.precision.autocast import frozen_weights
-from nano_loop.precision.autocast.frozen_weights import WeightCopies
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.op_lists import OperatorLists
 from nano_loop.steps.precision import Precision

@@ -8,7 +8,7 @@ import zlib
 from nano_loop import kernels
 from nano_loop.kernels.head import head, layers
 from nano_loop.kernels.override import REFERENCE, TORCH
-from nano_loop.precision import product_precision
+from nano_loop.policy import product_precision
 from nano_loop.steps import models, products
 
 #: Names of constants that are thresholds between torch's kernel and nano_loop's.

@@ -237,6 +237,15 @@ def test_batches_of_tensors_arrays_and_containers_are_the_default_loaders(step, 
         assert_same(epochs(loader), expected)
 
 
+@pytest.mark.parametrize("dtype", [">i4", ">f8"])
+def test_arrays_of_another_byte_order_are_fetched_by_the_default_loader(step, dtype):
+    data = StackDataset(torch.rand(23, 4), np.arange(23).astype(dtype))
+    expected = epochs(DataLoader(data, 4, shuffle=True))
+    loader = DataLoader(data, 4, shuffle=True)
+    assert "ndarray" in step(FastFetch).apply(TrainingObjects(loaders=[loader]))
+    assert_same(epochs(loader), expected)
+
+
 def test_datasets_that_do_not_fit_together_have_the_default_loaders_error(fast):
     data = ConcatDataset([torch.zeros(3, 2), torch.zeros(3, 4)])
     loader = fast(DataLoader(data, 6))

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -258,6 +259,17 @@ def test_moments_are_bf16_in_the_run_and_seeds_give_equal_runs():
             assert torch.equal(before, torch.get_rng_state())
             ends.append([*model.parameters()])
         assert_equal(*ends)
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_copies_of_an_optimizer_have_torchs_states_and_steps(made):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with accelerated(model, optimizer, optimizer_state="bf16", verbose=False):
+        plainly(model, optimizer)
+        twin, of_twin = made((model, optimizer))
+        assert {state.dtype for state in states_of(of_twin)} == {torch.float32}
+        plainly(twin, of_twin)
 
 
 def test_weights_that_the_program_writes_begin_anew():

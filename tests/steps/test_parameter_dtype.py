@@ -104,6 +104,36 @@ def test_small_updates_of_optimizers_that_nobody_has_set_up_are_not_lost(kind, i
     assert model.weight.mean().item() == pytest.approx(0.96, abs=0.005)
 
 
+@pytest.mark.parametrize("precision", [64, "bf16-true"])
+def test_state_of_an_optimizer_that_the_loop_creates_is_fp32_after_the_run(precision):
+    def loop(model):
+        model.load_state_dict(model.state_dict(), assign=True)
+        optimizer = torch.optim.Adam(model.parameters())
+        train(model, optimizer, steps=2)
+        return optimizer
+
+    model = network()
+    optimizer = nano(precision=precision, verbose=False)(loop)(model)
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+    train(model, optimizer, steps=1)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [(64, torch.float64), (64, None), ("bf16-true", None)])
+def test_run_in_a_run_leaves_the_state_in_the_dtype_of_the_weights(precision, dtype):
+    @nano(precision=precision, verbose=False)
+    def loop(model, optimizer, depth):
+        train(model, optimizer, steps=1)
+        if depth:
+            loop(model, optimizer, depth - 1)
+        train(model, optimizer, steps=1)
+
+    model = network().to(dtype)
+    optimizer = torch.optim.Adam(model.parameters())
+    loop(model, optimizer, 2)
+    expected = {torch.float32, dtype or torch.float32}  # of counters, and of moments
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == expected
+
+
 def test_closures_run_in_bf16():
     model, seen = network(), []
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 import zlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.patching.walk import find
 
@@ -74,6 +76,30 @@ class Share(NamedTuple):
 
 
 @dataclass
+class _Pending:
+    """What one iteration has delivered since the last backward, or ahead of it.
+
+    Attributes
+    ----------
+    shares : list of Share
+        In order. A backward takes the first; the rest is of batches that the loop has read ahead.
+    is_group : bool
+        Whether the first was delivered when no other was pending: the loop then reads several batches at once, and
+        may divide by what all of them have.
+    """
+
+    shares: list[Share] = field(default_factory=list)
+    is_group: bool = False
+
+    def add(self, share: Share) -> None:
+        self.is_group = self.is_group or not self.shares
+        self.shares.append(share)
+
+    def pop(self) -> None:
+        self.shares, self.is_group = self.shares[1:], False
+
+
+@dataclass
 class SplitBatches:
     """What a rank knows of the batches that its run splits; ``ranks.context.split``, None where none are.
 
@@ -97,6 +123,8 @@ class SplitBatches:
         The loop's.
     since_backward : mapping
         The shares delivered since the last backward, by the iteration, which is not kept alive.
+    used : dict of Share
+        Those of the batches that models were called with since the last backward, the latest at the end.
     """
 
     share: Share | None = None
@@ -108,7 +136,14 @@ class SplitBatches:
     unequal_since: int | None = None
     process: int = field(default_factory=os.getpid)
     thread: int = field(default_factory=threading.get_ident)
-    since_backward: MutableMapping[Any, Share] = field(default_factory=WeakKeyDictionary)
+    since_backward: MutableMapping[Any, _Pending] = field(default_factory=WeakKeyDictionary)
+    used: dict[Share, None] = field(default_factory=dict)
+    _latest: Share | None = None
+    _evaluates: bool = False  # whether the latest call of a model was in eval mode, for such a batch
+    _whole: Callable[[], Any] = lambda: None  # the iteration that has delivered a whole batch last
+    _has_called: bool = False  # whether models were called since the last backward
+    _iterations: WeakSet[Any] = field(default_factory=WeakSet)  # whose batches models were called with
+    _delivered: WeakKeyDictionary[Any, tuple[weakref.ref[Any], Share] | None] = field(default_factory=WeakKeyDictionary)
 
     @property
     def is_here(self) -> bool:
@@ -150,7 +185,53 @@ class SplitBatches:
             self.sums = batch_sums(batch)
         if share is not None:
             self.checksum = zlib.crc32(b"%d %d" % (share.total, checksum), self.checksum)
-            self.since_backward[iteration] = share
+            self._latest, self._whole = share, lambda: None
+            self.since_backward.setdefault(iteration, _Pending()).add(share)
+            for storage in _storages(batch):
+                _, other = self._delivered.get(storage) or (None, share)
+                # A storage that holds the whole data set does not tell batches apart.
+                self._delivered[storage] = (weakref.ref(iteration), share) if other.total == share.total else None
+
+    def deliver_whole(self, iteration: Any) -> None:
+        """Note that an iteration, which began as an evaluation, delivers a batch that every rank computes whole."""
+        self._whole = weakref.ref(iteration)
+
+    def note_call(self, inputs: Any, *, trains: bool) -> None:
+        """Note of which batch the inputs of a model are.
+
+        The loop may have kept the batch, or have read others ahead.
+
+        Parameters
+        ----------
+        inputs : object
+            May contain tensors of a batch.
+        trains : bool
+            Whether the model is in train mode.
+        """
+        if not self.is_here or in_functorch():  # tensors of torch.func have no storage
+            return
+        self._evaluates = self._whole() is not None
+        delivered = [one for storage in _storages(inputs) if (one := self._delivered.get(storage)) is not None]
+        for reference, share in delivered:
+            self._use(share, [reference()])
+        self._has_called = True
+        if delivered or self._evaluates:
+            self._evaluates = not (delivered or trains)
+            self.share = self.share if self._evaluates or delivered else None
+            return
+        pending = {one for waiting in self.since_backward.values() for one in waiting.shares}
+        known = {one for one in (*pending, self._latest, self.share) if one is not None}
+        if len(known) > 1:  # inputs that the loop has converted are known by their number of rows
+            rows = {tensor.size(0) for tensor in find(torch.Tensor, inputs) if tensor.dim()}
+            fitting = [one for one in known if one.samples in rows]
+            if len(fitting) == 1:
+                self._use(fitting[0], [key for key, one in self.since_backward.items() if fitting[0] in one.shares])
+
+    def _use(self, share: Share, iterations: Iterable[Any]) -> None:
+        self.share = share
+        self.used.pop(share, None)
+        self.used[share] = None
+        self._iterations.update(one for one in iterations if one is not None)
 
     def begin_backward(self) -> float:
         """Return the weight for the backward that begins.
@@ -160,12 +241,24 @@ class SplitBatches:
         NanoError
             If the batches that were delivered for it have shares of different weights.
         """
-        shares = [*self.since_backward.values()]
-        self.since_backward.clear()
+        shares = [*self.used]
+        for iteration, pending in self.since_backward.items():
+            if iteration in self._iterations:
+                is_used = not pending.is_group or [*self.used][-1:] == pending.shares[-1:]
+                shares += [] if is_used else pending.shares
+            else:
+                shares += pending.shares if self._has_called else pending.shares[-1:]
+            pending.pop()
+        shares = [*dict.fromkeys(shares)]
+        if self._evaluates and not shares:  # the loop trains in eval mode
+            self.share = None
+        self._has_called = self._evaluates = False
+        self.used.clear()
+        self._iterations.clear()
         if len({None if share.is_even else share.total for share in shares}) > 1:
             counts = ", ".join(f"{share.samples} of {share.total}" for share in shares)
             got = f"a backward after batches of which this rank has {counts} samples"
-            expected = "loaders that are iterated together must be split in the same ratio"
+            expected = "batches that are computed together must be split in the same ratio"
             size = shares[0].size
             hint = f"Make their batches of one size, or of multiples of {size} samples, with drop_last=True"
             raise NanoError(error_message(got, expected, hint))
@@ -186,6 +279,11 @@ class SplitBatches:
         if self.share is None or self.share.is_whole:
             return 1.0
         return float(self.share.size) if self.reduction == "sum" else self.share.weight
+
+
+def _storages(values: Any) -> Iterable[Any]:
+    tensors = (one for one in find(torch.Tensor, values) if one.layout is torch.strided and not one.is_nested)
+    return [tensor.untyped_storage() for tensor in tensors]
 
 
 def random_state() -> int:

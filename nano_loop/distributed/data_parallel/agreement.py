@@ -260,7 +260,7 @@ class Agreement:
     def _compare_buffers(self) -> None:
         if self._buffers_differ:
             return
-        buffers = _compared_buffers(self._parameters.models)
+        buffers = _compared_buffers(self._parameters.models, () if self._ranks.context.split else _NORMS)
         unequal = checksums.first_unequal(self._gathered(buffers), buffers)
         self._buffers_differ = unequal is not None
         if unequal is not None and self._ranks.rank == 0:
@@ -291,18 +291,18 @@ class Agreement:
         return self._ranks.gather(checksums.checksums(tensor for _, tensor in named), AVERAGING)
 
 
-def _compared_buffers(models: Sequence[nn.Module]) -> list[Named]:
+def _compared_buffers(models: Sequence[nn.Module], norms: tuple[type[nn.Module], ...]) -> list[Named]:
     """Return the buffers that are to be equal on all ranks.
 
     These are strided ones that a checkpoint holds: others are caches, which may have other shapes by rank. The running
-    statistics of batch norm differ by design.
+    statistics of `norms` differ by design.
     """
     saved = {id(tensor) for model in models for tensor in nn.Module.state_dict(model, keep_vars=True).values()}
     of_norms = {
         id(buffer)
         for model in models
         for module in model.modules()
-        if isinstance(module, _NORMS)
+        if isinstance(module, norms)
         for buffer in buffers_of(module, recurse=False)
     }
     return [

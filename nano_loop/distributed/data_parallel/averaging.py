@@ -10,6 +10,7 @@ Processes that a rank forks inherit its hooks, but do not take part.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -159,7 +160,8 @@ class Averaging:
                 diverge_rng(self._ranks)
                 self._agreement.sync_added_parameters()
                 if self._roots is not None:
-                    self._roots.comparison.note_call()
+                    trains = any(model.training for model in self._parameters.models)
+                    self._roots.comparison.note_call((args, kwargs), trains=trains)
             result = call(*args, **kwargs)
             self._parameters.refresh()  # parameters that the model has added in the call need hooks before the backward
             return result
@@ -326,9 +328,15 @@ _SET_UP = "Call self.setup(model, optimizer) in train, or make them before and p
 
 def _mean(loss: Any, ranks: Ranks) -> Any:
     """Return the mean of all ranks' losses, so that line searches decide the same on all ranks."""
-    weight = 1.0 if ranks.context.split is None else ranks.context.split.weight
-    if isinstance(loss, torch.Tensor):
-        return ranks.mean(loss if weight == 1 else loss.detach() * weight)
-    if isinstance(loss, float):
-        return float(ranks.mean(torch.tensor(loss * weight, dtype=torch.float64)))
-    return loss
+    if not isinstance(loss, (torch.Tensor, float)):
+        return loss
+    split = ranks.context.split
+    if split is None:
+        mean = ranks.mean(torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64))
+    else:
+        own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        values, weights = zip(*ranks.gather_numbers([own, split.weight], AVERAGING), strict=True)
+        # After a backward, every rank has the loss of the whole batch already.
+        total = values[0] if len({*values}) == 1 else sum(map(operator.mul, values, weights)) / ranks.size
+        mean = torch.tensor(total, dtype=loss.dtype if isinstance(loss, torch.Tensor) else torch.float64)
+    return mean if isinstance(loss, torch.Tensor) else float(mean)

@@ -63,7 +63,7 @@ class WeightedRoots:
 
     def scale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Multiply gradients that the loop itself has computed by the weight of this rank's share."""
-        weight = self._split.weight
+        weight = self._split.begin_backward()
         for parameter in parameters:
             if weight != 1 and parameter.grad is not None:
                 parameter.grad = parameter.grad * weight

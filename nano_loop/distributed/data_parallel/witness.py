@@ -39,9 +39,11 @@ from nano_loop.patching.optimizers import called_after_steps
 from nano_loop.patching.torch_private_autograd import has_tensor_hooks, in_backward
 
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses; in bf16
+_DOUBLE = 1e-6  # of models in fp64, which may compute parts in fp32
 # In fp32, rounding changes the gradients of a deep network with ReLUs by 2%, and in bf16 by as much as their norm, but
 # it changes neither the loss nor the gradients of the last layer.
-_SAME_LOSS, _SAME_SUM, _MOST_ROUNDING = 1e-5, 1e-7, 0.05
+_SAME_LOSSES = {_TOLERANCE: 1e-5, _ROUNDED: _ROUNDED, _DOUBLE: 1e-10}
+_SAME_SUM, _MOST_ROUNDING = 1e-7, 0.05
 _UNDIVIDED = "random numbers that are not divided"
 _RULE = "with split_batches a loss has to be a mean, or a sum, over samples that do not depend on each other"
 _WAYS = (
@@ -182,8 +184,9 @@ class Comparison:
         if self._witness is not None:
             self.why_not = "no backward came before the first step"
 
-    def note_call(self) -> None:
-        """Record the precision in which a model is called."""
+    def note_call(self, inputs: Any, *, trains: bool) -> None:
+        """Record the precision and the batch with which a model is called; see `SplitBatches.note_call`."""
+        self.split.note_call(inputs, trains=trains)
         if torch.is_autocast_enabled("cpu"):
             self._tolerance = _ROUNDED
 
@@ -239,6 +242,8 @@ class Comparison:
             distances = [_distance(parameter.grad, other) for (_, parameter), other in zip(named, whole, strict=True)]
             sizes = [_distance(gradient, None) for gradient in whole]
         off, size = math.hypot(*distances), math.hypot(*sizes)
+        if self._tolerance == _TOLERANCE and all(parameter.dtype == torch.float64 for _, parameter in named):
+            self._tolerance = _DOUBLE
         is_off, is_divided = off > self._tolerance * size, not told["drawn"] and told["random_state"] == random_state()
         if is_off and not is_divided:
             self._stop(_UNDIVIDED)
@@ -256,7 +261,7 @@ class Comparison:
 
     def _is_rounding(self, losses: Sequence[float], distances: Sequence[float], sizes: Sequence[float]) -> bool:
         """Whether losses are the same, and so is the gradient of some parameter."""
-        nearest = _SAME_LOSS if self._tolerance == _TOLERANCE else _ROUNDED
+        nearest = _SAME_LOSSES[self._tolerance]
         return (
             0 < len(losses) == len(self._losses)
             and all(math.isclose(*pair, rel_tol=nearest) for pair in zip(losses, self._losses, strict=True))
@@ -291,7 +296,9 @@ def losses_among(tensors: Any) -> list[torch.Tensor]:
 
 def _are_parts(whole: Sequence[float], by_rank: Sequence[Sequence[float]]) -> bool:
     """Whether batches with these checksums are parts of one batch, which some ranks may have as a whole."""
-    return {len(whole)} == {len(sums) for sums in by_rank} and all(
+    if len({len(whole), *map(len, by_rank)}) > 1:  # lists of samples
+        whole, by_rank = [sum(whole)], [[sum(sums)] for sums in by_rank]
+    return all(
         any(math.isclose(total, one, rel_tol=_SAME_SUM, abs_tol=_SAME_SUM) for one in (sum(parts), max(parts)))
         for total, parts in zip(whole, zip(*by_rank, strict=True), strict=True)
     )

@@ -22,6 +22,7 @@ from nano_loop.distributed.files.private_files import explaining, guard_files, r
 from nano_loop.distributed.launch.active_runs import of_ranks, running, whole_process
 from nano_loop.distributed.launch.failure import flush_output
 from nano_loop.distributed.launch.launcher import Task
+from nano_loop.distributed.launch.settings import current_settings
 from nano_loop.distributed.launch.stream import Reporter
 from nano_loop.distributed.payload.payload import dump, load
 from nano_loop.errors import NanoError, NanoWorkerError
@@ -51,15 +52,10 @@ class State:
             torch's default number of compute threads here: if it is lower, the user has chosen it.
         """
         states, threads = process_states(), torch.get_num_threads()
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
         settings: list[Callable[[], object]] = [
             *([patch_cuda] if is_cuda_patched() else []),
             partial(set_process_states, states, [True] * len(states)),
-            partial(torch.set_default_dtype, torch.get_default_dtype()),
-            partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
-            partial(torch.use_deterministic_algorithms, is_deterministic, warn_only=warns_only),
-            partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+            *current_settings(),
         ]
         return cls(settings, threads if threads < usual_threads else None, [*warnings.filters])
 

@@ -139,8 +139,10 @@ class _Split(Served):
         if isinstance(batch, _Counted):
             total, batch = batch
         if self._whole:
-            if self._splitting.shard is False and torch.is_grad_enabled():  # otherwise the previous share stays
-                split.deliver(self, None)
+            if torch.is_grad_enabled():  # otherwise the previous share stays
+                split.deliver_whole(self)
+                if self._splitting.shard is False:
+                    split.deliver(self, None)
             return batch
         if not split.is_here:
             expected = "with split_batches, a batch belongs to the next backward in the loop's thread"

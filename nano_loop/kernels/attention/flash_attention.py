@@ -23,8 +23,8 @@ from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.override import COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
 from nano_loop.patching.operators import Kernel
 from nano_loop.patching.torch_private import FLASH_KERNEL
-from nano_loop.precision import product_precision
-from nano_loop.precision.product_precision import ATTENTION
+from nano_loop.policy import product_precision
+from nano_loop.policy.product_precision import ATTENTION
 
 KERNEL = blocked_attention.kernel_of("fp32_attention", memory.FP32, memory.FP32, torch.float32, is_bf16=False)
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.

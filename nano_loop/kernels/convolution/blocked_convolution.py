@@ -24,7 +24,7 @@ from nano_loop.kernels.convolution.weight_gradient import DIMENSIONS, FARTHEST, 
 from nano_loop.kernels.memory import BYTES, FP32, STRIDED, attempt, empty, is_plain
 from nano_loop.kernels.override import ROUNDED, Algorithm, Call, Override
 from nano_loop.patching.operators import Kernel
-from nano_loop.precision.product_precision import CONVOLUTION
+from nano_loop.policy.product_precision import CONVOLUTION
 
 _STRIDED = FP32._replace(layout=STRIDED)
 KERNEL = CompiledKernel(

@@ -31,7 +31,7 @@ from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.override import FP32, REFERENCE, ROUNDED, Algorithm, Call, Compute, Override, choose
 from nano_loop.patching.operators import Kernel
 from nano_loop.patching.ownership import NO_RULES, rules_now
-from nano_loop.precision.product_precision import CONVOLUTION
+from nano_loop.policy.product_precision import CONVOLUTION
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 

@@ -1,8 +1,8 @@
 /* One step of SGD, Adam or AdamW for a tensor, in one pass over memory.
 
    A weight is in fp32, or split into the nearest bf16 value, with ties rounded up, and a signed 16-bit rest: the
-   difference from the fp32 value. Gradients and states are in fp32 or bf16. A block of values is unpacked to fp32,
-   updated by the rules of torch's fused kernels, and packed again while it is in the cache. States are rounded to bf16
+   difference from the fp32 value. Its gradient is in fp32 or bf16, too. States are in fp32 or bf16. Values are converted
+   to fp32 in registers, updated by the rules of torch's fused kernels, and converted back. States are rounded to bf16
    stochastically, which preserves the mean. The random numbers depend on the element's index and the step only.
 
    Rests are only valid for the bf16 values that they were computed with. Each block has a checksum of these, and if
@@ -11,11 +11,12 @@
 #include <stddef.h>
 
 #include "denormals.h"
+#include "lanes.h"
 #include "numbers.h"
 #include "threads.h"
 #include "update_rules.h"
 
-#define BLOCK 1024  /* values per checksum; also defined in `nano_loop.optimizers.split` */
+#define BLOCK 512   /* values per checksum; also defined in `nano_loop.optimizers.split` */
 #define TOGETHER 8  /* values per vector in torch's kernels, which round differently in the remainder */
 #define STATES 3
 
@@ -26,16 +27,21 @@ struct tensors {
     uint32_t *checksums;
     const void *gradients;
     void *states[STATES]; /* NULL-terminated if there are fewer */
-    int64_t count, in_bf16; /* a bit for the gradients, and one for each state */
+    int64_t count, is_narrow; /* whether the states are in bf16 */
+    int flushes; /* whether denormal states become 0; weights never do */
     uint32_t keys[2]; /* for the random numbers */
 };
 
-/* A block in fp32. torch computes its first `vectors` values in vectors. */
+/* A part of them that stays in the L1 cache: the weights are updated after all states. torch computes its first
+   `vectors` values in vectors. */
 struct block {
-    float *weights, *states[STATES];
-    const float *gradients;
-    int64_t length, vectors;
-    int flushes; /* whether denormal states become 0; weights never do */
+    void *weights, *states[STATES];
+    int16_t *rests;
+    const int16_t *valid_rests; /* these, or zeros */
+    const void *gradients;
+    int64_t first, length, vectors;
+    int flushes;
+    const uint32_t *keys;
 };
 
 /* Updates a block. */
@@ -59,13 +65,19 @@ static inline float joined(uint16_t upper, int16_t rest) {
     return of_bits(bits + ((bits & SIZE) < LARGEST ? (uint32_t)(int32_t)rest : (uint16_t)rest));
 }
 
-/* A checksum of values and their positions, without patterns that changes could preserve. */
+static inline uint32_t mixed(uint32_t pair, int64_t place) {
+    uint32_t bits = (pair + (uint32_t)place * 0x9e3779b1u) * 0x85ebca77u;
+    return (bits ^ bits >> 15) * 0x846ca68bu;
+}
+
+/* A checksum of pairs of values and their positions, without patterns that changes could preserve. */
 static uint32_t checksum(const uint16_t *numbers, int64_t length) {
-    uint32_t sum = 0;
+    uint32_t sum = length % 2 ? mixed(numbers[length - 1], length / 2) : 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t k = 0; k < length; k++) {
-        uint32_t mixed = (numbers[k] | (uint32_t)k << 16) * 0x9e3779b1u;
-        sum += (mixed ^ mixed >> 15) * 0x85ebca77u;
+    for (int64_t k = 0; k < length / 2; k++) {
+        uint32_t pair;
+        memcpy(&pair, numbers + 2 * k, sizeof pair);
+        sum += mixed(pair, k);
     }
     return sum;
 }
@@ -84,59 +96,61 @@ static inline uint16_t rounded(float value, uint32_t random) {
     return (uint16_t)((bits + ((bits & SIZE) < LARGEST ? random & 0xffffu : 0)) >> 16);
 }
 
-static void unpack(const uint16_t *numbers, float *out, int64_t length) {
-#pragma omp simd
-    for (int64_t k = 0; k < length; k++) out[k] = from_bf16(numbers[k]);
+INLINE float loaded(const void *numbers, int64_t k, int is_bf16) {
+    return is_bf16 ? from_bf16(((const uint16_t *)numbers)[k]) : ((const float *)numbers)[k];
 }
 
-static void unpack_weights(const uint16_t *uppers, const int16_t *rests, float *out, int64_t length) {
-#pragma omp simd
-    for (int64_t k = 0; k < length; k++) out[k] = joined(uppers[k], rests[k]);
+INLINE float loaded_weight(const struct block *of, int64_t k, int is_split) {
+    return is_split ? joined(((const uint16_t *)of->weights)[k], of->valid_rests[k]) : ((const float *)of->weights)[k];
 }
 
-static void pack_weights(const float *weights, uint16_t *uppers, int16_t *rests, int64_t length) {
-#pragma omp simd
-    for (int64_t k = 0; k < length; k++) split(weights[k], uppers + k, rests + k);
+INLINE void store_weight(const struct block *of, int64_t k, float weight, int is_split) {
+    if (is_split) split(weight, (uint16_t *)of->weights + k, of->rests + k);
+    else ((float *)of->weights)[k] = weight;
 }
 
-static void pack_state(const float *state, uint16_t *out, int64_t first, int64_t length, int shift, const uint32_t *keys) {
-#pragma omp simd
-    for (int64_t k = 0; k < length; k++) out[k] = rounded(state[k], drawn((uint32_t)(first + k), keys) >> shift);
+/* Stores a state in bf16; others are in memory already. */
+INLINE void store_state(const struct block *of, int state, int64_t k, float value, int is_narrow) {
+    if (!is_narrow) return;
+    uint32_t random = drawn((uint32_t)(of->first + k), of->keys) >> 8 * state;
+    ((uint16_t *)of->states[state])[k] = rounded(value, random);
 }
 
-/* Updates a tensor, block by block. */
-static void step(const struct tensors *of, Rule rule, const void *settings, int flushes, int threads) {
+/* Updates a tensor, block by block, by the rule for split or fp32 weights, and bf16 or fp32 states. */
+static void step(const struct tensors *of, const Rule rules[2][2], const void *settings, int threads) {
+    static const int16_t zeros[BLOCK];
+    const Rule rule = rules[of->rests != NULL][of->is_narrow];
+    int64_t weight = of->rests ? 2 : 4, state = of->is_narrow ? 2 : 4; /* bytes */
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t first = 0; first < of->count; first += BLOCK) {
-        float weights[BLOCK], gradients[BLOCK], states[STATES][BLOCK];
-        int64_t length = of->count - first < BLOCK ? of->count - first : BLOCK;
-        struct block block = {.length = length, .vectors = length - length % TOGETHER, .flushes = flushes};
-        uint16_t *uppers = (uint16_t *)of->weights + first;
+        int64_t length = least(BLOCK, of->count - first);
+        struct block block = {.first = first, .length = length, .vectors = length - length % TOGETHER,
+                              .weights = (char *)of->weights + weight * first,
+                              .gradients = (const char *)of->gradients + weight * first,
+                              .flushes = of->flushes, .keys = of->keys};
+        for (int i = 0; i < STATES && of->states[i]; i++) block.states[i] = (char *)of->states[i] + state * first;
         if (of->rests) {
-            block.weights = weights;
-            if (of->checksums[first / BLOCK] == checksum(uppers, length))
-                unpack_weights(uppers, of->rests + first, weights, length);
-            else
-                unpack(uppers, weights, length);
-        } else
-            block.weights = (float *)of->weights + first;
-        block.gradients = gradients;
-        if (of->in_bf16 & 1) unpack((const uint16_t *)of->gradients + first, gradients, length);
-        else block.gradients = (const float *)of->gradients + first;
-        for (int i = 0; i < STATES && of->states[i]; i++) {
-            int in_bf16 = of->in_bf16 >> (i + 1) & 1;
-            block.states[i] = in_bf16 ? states[i] : (float *)of->states[i] + first;
-            if (in_bf16) unpack((uint16_t *)of->states[i] + first, states[i], length);
+            block.rests = of->rests + first;
+            int is_valid = of->checksums[first / BLOCK] == checksum(block.weights, length);
+            block.valid_rests = is_valid ? block.rests : zeros;
         }
         rule(&block, settings);
-        if (of->rests) {
-            pack_weights(weights, uppers, of->rests + first, length);
-            of->checksums[first / BLOCK] = checksum(uppers, length);
-        }
-        for (int i = 0; i < STATES && of->states[i]; i++)
-            if (of->in_bf16 >> (i + 1) & 1)
-                pack_state(states[i], (uint16_t *)of->states[i] + first, first, length, 8 * i, of->keys);
+        if (of->rests) of->checksums[first / BLOCK] = checksum(block.weights, length);
     }
+}
+
+/* Compiles a rule for each combination of formats. */
+#define FOR_FORMATS(RULE)                                                                                              \
+    static void RULE##_fp32(const struct block *of, const void *settings) { RULE(of, settings, 0, 0); }                \
+    static void RULE##_narrow(const struct block *of, const void *settings) { RULE(of, settings, 0, 1); }              \
+    static void RULE##_split(const struct block *of, const void *settings) { RULE(of, settings, 1, 0); }               \
+    static void RULE##_both(const struct block *of, const void *settings) { RULE(of, settings, 1, 1); }                \
+    static const Rule RULE##_rules[2][2] = {{RULE##_fp32, RULE##_narrow}, {RULE##_split, RULE##_both}};
+
+/* The gradient of a value, negated if maximizing, plus weight decay. */
+INLINE float direction(const struct block *of, int64_t k, float sign, float coupled, int is_split) {
+    float gradient = loaded(of->gradients, k, is_split) * sign;
+    return coupled != 0 ? fmadd(loaded_weight(of, k, is_split), coupled, gradient) : gradient;
 }
 
 struct adam_settings {
@@ -145,48 +159,60 @@ struct adam_settings {
 };
 
 /* Updates the means and squares of some values. After the last full vector, torch's compiler adds in another order. */
-static inline void update_moments(const struct block *of, int64_t begin, int64_t end, int is_vector,
-                                  const struct adam_settings settings) {
-    const float *weights = of->weights, *gradients = of->gradients;
-    float *means = of->states[0], *squares = of->states[1];
-    const struct adam rule = settings.rule;
+INLINE void update_moments(const struct block *of, float *means, float *squares, int64_t begin, int64_t end,
+                           int is_vector, const struct adam rule, float coupled, int is_split, int is_narrow) {
 #pragma omp simd
     for (int64_t k = begin; k < end; k++) {
-        float gradient = gradients[k] * rule.sign;
-        gradient = settings.coupled != 0 ? fmadd(weights[k], settings.coupled, gradient) : gradient;
-        means[k] = mean_after(means[k], gradient, rule);
-        squares[k] = is_vector ? square_after(squares[k], gradient, rule)
-                               : fmadd(squares[k], rule.kept, rule.second * gradient * gradient);
+        float gradient = direction(of, k, rule.sign, coupled, is_split);
+        float square = loaded(of->states[1], k, is_narrow);
+        means[k] = mean_after(loaded(of->states[0], k, is_narrow), gradient, rule);
+        squares[k] = is_vector ? square_after(square, gradient, rule)
+                               : fmadd(square, rule.kept, rule.second * gradient * gradient);
     }
 }
 
-static void adam_block(const struct block *of, const void *given) {
-    const struct adam_settings settings = *(const struct adam_settings *)given;
-    float *weights = of->weights, *means = of->states[0], *squares = of->states[1], *largest = of->states[2];
+INLINE void adam_block(const struct block *given, const void *settings, int is_split, int is_narrow) {
+    const struct block block = *given, *of = &block;
+    const struct adam rule = ((const struct adam_settings *)settings)->rule;
+    const float coupled = ((const struct adam_settings *)settings)->coupled;
+    float buffers[STATES][BLOCK], *states[STATES];
+    for (int i = 0; i < STATES; i++) states[i] = is_narrow ? buffers[i] : of->states[i];
+    float *means = states[0], *squares = states[1], *divisors = squares;
     unsigned before = flush_denormals(of->flushes);
-    update_moments(of, 0, of->vectors, 1, settings);
-    update_moments(of, of->vectors, of->length, 0, settings);
+    if (coupled != 0) update_moments(of, means, squares, 0, of->vectors, 1, rule, coupled, is_split, is_narrow);
+    else update_moments(of, means, squares, 0, of->vectors, 1, rule, 0, is_split, is_narrow);
+    update_moments(of, means, squares, of->vectors, of->length, 0, rule, coupled, is_split, is_narrow);
     restore(before);
-    if (largest) {
+    if (of->states[2]) {
+        divisors = states[2];
 #pragma omp simd
-        for (int64_t k = 0; k < of->length; k++) largest[k] = largest[k] >= squares[k] ? largest[k] : squares[k];
-        squares = largest;
+        for (int64_t k = 0; k < of->length; k++) {
+            float largest = loaded(of->states[2], k, is_narrow);
+            divisors[k] = largest >= squares[k] ? largest : squares[k];
+            store_state(of, 2, k, divisors[k], is_narrow);
+        }
     }
 #pragma omp simd
-    for (int64_t k = 0; k < of->length; k++) weights[k] = adam(weights[k], means[k], squares[k], settings.rule);
+    for (int64_t k = 0; k < of->length; k++) {
+        store_weight(of, k, adam(loaded_weight(of, k, is_split), means[k], divisors[k], rule), is_split);
+        store_state(of, 0, k, means[k], is_narrow);
+        store_state(of, 1, k, squares[k], is_narrow);
+    }
 }
+
+FOR_FORMATS(adam_block)
 
 /* Adam and AdamW; `largest` are the squares of AMSGrad, or NULL. The last arguments are those of `struct adam`. */
 void adam_step(void *weights, int16_t *rests, uint32_t *checksums, const void *gradients, void *means, void *squares,
-               void *largest, int64_t count, int64_t in_bf16, int64_t key, int64_t flushes,
+               void *largest, int64_t count, int64_t is_narrow, int64_t key, int64_t flushes,
                double coupled, double sign, double decay, double weight, double second, double kept, double root,
                double eps, double size, int threads) {
-    const struct tensors tensors = {weights, rests, checksums, gradients, {means, squares, largest}, count, in_bf16,
-                                    {(uint32_t)key, (uint32_t)(key >> 32)}};
+    const struct tensors tensors = {weights, rests, checksums, gradients, {means, squares, largest}, count, is_narrow,
+                                    (int)flushes, {(uint32_t)key, (uint32_t)(key >> 32)}};
     const struct adam_settings settings = {{(float)sign, (float)decay, (float)weight, (float)second, (float)kept,
                                             (float)root, (float)eps, (float)size},
                                            (float)coupled};
-    step(&tensors, adam_block, &settings, (int)flushes, threads);
+    step(&tensors, adam_block_rules, &settings, threads);
 }
 
 struct sgd_settings {
@@ -195,50 +221,56 @@ struct sgd_settings {
     int is_first; /* the momenta are not initialized yet */
 };
 
-/* The gradient, negated if maximizing, plus weight decay. */
-static inline float direction(float weight, float gradient, const struct sgd_settings settings) {
-    float signed_gradient = gradient * settings.rule.sign;
-    return settings.coupled != 0 ? fmadd(weight, settings.coupled, signed_gradient) : signed_gradient;
-}
-
-static inline void update_momenta(const struct block *of, int64_t begin, int64_t end, int is_vector,
-                                  const struct sgd_settings settings) {
-    const float *weights = of->weights, *gradients = of->gradients;
-    float *momenta = of->states[0];
+INLINE void update_momenta(const struct block *of, float *momenta, int64_t begin, int64_t end, int is_vector,
+                           const struct sgd_settings settings, int is_split, int is_narrow) {
     const struct sgd rule = settings.rule;
 #pragma omp simd
     for (int64_t k = begin; k < end; k++) {
-        float gradient = direction(weights[k], gradients[k], settings);
-        float momentum = is_vector ? momentum_after(momenta[k], gradient, rule)
-                                   : fmadd(momenta[k], rule.momentum, rule.share * gradient);
+        float gradient = direction(of, k, rule.sign, settings.coupled, is_split);
+        float old = loaded(of->states[0], k, is_narrow);
+        float momentum = is_vector ? momentum_after(old, gradient, rule)
+                                   : fmadd(old, rule.momentum, rule.share * gradient);
         momenta[k] = settings.is_first ? gradient : momentum;
     }
 }
 
-static void sgd_block(const struct block *of, const void *given) {
-    const struct sgd_settings settings = *(const struct sgd_settings *)given;
-    const float *gradients = of->gradients;
-    float *weights = of->weights, *momenta = of->states[0];
+INLINE void sgd_block(const struct block *given, const void *given_settings, int is_split, int is_narrow) {
+    const struct block block = *given, *of = &block;
+    const struct sgd_settings settings = *(const struct sgd_settings *)given_settings;
+    float buffer[BLOCK], *momenta = is_narrow ? buffer : of->states[0];
     unsigned before = flush_denormals(of->flushes);
-    if (momenta) {
-        update_momenta(of, 0, of->vectors, 1, settings);
-        update_momenta(of, of->vectors, of->length, 0, settings);
+    if (of->states[0]) {
+        update_momenta(of, momenta, 0, of->vectors, 1, settings, is_split, is_narrow);
+        update_momenta(of, momenta, of->vectors, of->length, 0, settings, is_split, is_narrow);
     }
     restore(before);
+    if (!of->states[0]) {
+#pragma omp simd
+        for (int64_t k = 0; k < of->length; k++) {
+            float gradient = direction(of, k, settings.rule.sign, settings.coupled, is_split);
+            float weight = loaded_weight(of, k, is_split);
+            store_weight(of, k, sgd(weight, gradient, gradient, settings.rule), is_split);
+        }
+        return;
+    }
 #pragma omp simd
     for (int64_t k = 0; k < of->length; k++) {
-        float gradient = direction(weights[k], gradients[k], settings);
-        weights[k] = sgd(weights[k], gradient, momenta ? momenta[k] : gradient, settings.rule);
+        float gradient = direction(of, k, settings.rule.sign, settings.coupled, is_split);
+        float weight = loaded_weight(of, k, is_split);
+        store_weight(of, k, sgd(weight, gradient, momenta[k], settings.rule), is_split);
+        store_state(of, 0, k, momenta[k], is_narrow);
     }
 }
 
+FOR_FORMATS(sgd_block)
+
 /* SGD; `momenta` may be NULL. The last arguments are those of `struct sgd`. */
 void sgd_step(void *weights, int16_t *rests, uint32_t *checksums, const void *gradients, void *momenta, int64_t count,
-              int64_t in_bf16, int64_t key, int64_t flushes, int64_t is_first,
+              int64_t is_narrow, int64_t key, int64_t flushes, int64_t is_first,
               int64_t is_nesterov, double coupled, double sign, double momentum, double share, double size, int threads) {
-    const struct tensors tensors = {weights, rests, checksums, gradients, {momenta}, count, in_bf16,
-                                    {(uint32_t)key, (uint32_t)(key >> 32)}};
+    const struct tensors tensors = {weights, rests, checksums, gradients, {momenta}, count, is_narrow,
+                                    (int)flushes, {(uint32_t)key, (uint32_t)(key >> 32)}};
     const struct sgd_settings settings = {{(float)sign, (float)momentum, (float)share, (float)size, is_nesterov},
                                           (float)coupled, (int)is_first};
-    step(&tensors, sgd_block, &settings, (int)flushes, threads);
+    step(&tensors, sgd_block_rules, &settings, threads);
 }

@@ -20,7 +20,7 @@ from nano_loop.kernels.memory import empty
 from nano_loop.patching.optimizers import called_before_steps
 from nano_loop.patching.ownership import Rules, by_rules
 from nano_loop.patching.patch_table import shared_change, value_in_force
-from nano_loop.patching.torch_private import base_of, below_autocast, version
+from nano_loop.patching.torch_private import address_of, base_of, below_autocast, version
 from nano_loop.patching.user_code import users_place
 
 #: Number of logits that are computed at a time, and the minimum number of rows: each chunk of rows is added to the
@@ -109,7 +109,10 @@ class Head:
         # A cast by autocast, or what else was computed, is not what a step changes, and neither are frozen parameters.
         is_computed = weight.grad_fn is not None and base_of(weight) is weight
         parameters = [item for item in (weight, bias) if item is not None]
-        self._is_kept = is_computed or all(isinstance(p, nn.Parameter) and not p.requires_grad for p in parameters)
+        self._is_kept = False
+        self._is_left_by_steps = is_computed or all(
+            isinstance(p, nn.Parameter) and not p.requires_grad for p in parameters
+        )
         key, heads = id(self), noted().heads
         heads[key] = weakref.ref(self, lambda _: heads.pop(key, None))
 
@@ -144,9 +147,17 @@ class Head:
         """Return the logits of all rows, in the shape of their numbers and the vocabulary's."""
         return self.logits(slice(None)).view(*rows.shape, self.width)
 
-    def keep(self, copies: dict[int, Tensor]) -> None:
-        """Keep the smaller of logits and old weight, which other heads may have put into `copies` already."""
-        if self._is_kept:
+    def keep(self, copies: dict[int, Tensor], by_step: bool = True) -> None:
+        """Keep the smaller of logits and old weight, which other heads may have put into `copies` already.
+
+        Parameters
+        ----------
+        copies : dict
+            Copies of weights and biases, by address.
+        by_step : bool
+            Whether a step of an optimizer is what writes to them next.
+        """
+        if self._is_kept or (by_step and self._is_left_by_steps):
             return
         self._is_kept = True
         if self.memory.tensor is None and len(self.hidden) <= self.weight.size(1):
@@ -199,6 +210,18 @@ def _keep_all(notes: _Noted) -> None:
     for reference in [*notes.heads.values()]:
         if (head := reference()) is not None:
             head.keep(weights)
+
+
+def keep_logits_of(parameter: Tensor) -> None:
+    """Keep what all logits are computed from that have this weight or bias, since the program may write to it."""
+    if parameter.layout is not torch.strided:  # it has no address, and is not a head's
+        return
+    copies: dict[int, Tensor] = {}
+    for reference in [*noted().heads.values()]:
+        if (head := reference()) is not None and any(
+            item is not None and address_of(item) == address_of(parameter) for item in (head.weight, head.bias)
+        ):
+            head.keep(copies, by_step=False)
 
 
 @contextmanager

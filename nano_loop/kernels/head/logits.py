@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.head.chunks import Elementwise, Plan, RowFunction, in_chunks
-from nano_loop.kernels.head.head import Head, Memory, note_chunked, note_whole
+from nano_loop.kernels.head.head import Head, Memory, keep_logits_of, note_chunked, note_whole
 from nano_loop.kernels.memory import computes_now
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.nested_tensors import map_tensors
@@ -277,16 +277,24 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, rules: Rules)
     return placed
 
 
-def data_setter_replaced() -> AbstractContextManager[None]:
-    """Return a context in which ``x.data = logits`` takes their numbers. torch's setter takes their null pointer."""
+def data_replaced() -> AbstractContextManager[None]:
+    """Return a context in which ``x.data = logits`` takes their numbers. torch's setter takes their null pointer.
+
+    What is written to ``weight.data`` raises no version, so logits of this weight are kept when it is read.
+    """
     return replaced(Tensor, "data", _with_numbers)
 
 
 def _with_numbers(data: Any) -> property:
+    def read(tensor: Tensor) -> Any:
+        if type(tensor) is nn.Parameter:
+            keep_logits_of(tensor)
+        return data.__get__(tensor)
+
     def write(tensor: Tensor, value: Any) -> None:
         data.__set__(tensor, value.numbers() if isinstance(value, LazyLogits) else value)
 
-    return property(data.__get__, write, data.__delete__, data.__doc__)
+    return property(read, write, data.__delete__, data.__doc__)
 
 
 def _materialized(argument: Any) -> Any:

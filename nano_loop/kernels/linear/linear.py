@@ -18,8 +18,8 @@ from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.kernels.override import BF16, COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
 from nano_loop.patching.operators import Kernel
-from nano_loop.precision import product_precision
-from nano_loop.precision.product_precision import PRODUCT
+from nano_loop.policy import product_precision
+from nano_loop.policy.product_precision import PRODUCT
 
 #: Minimum number of multiplications in a bf16 product. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 24

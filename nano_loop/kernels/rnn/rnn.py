@@ -23,7 +23,7 @@ from nano_loop.kernels.rnn.recurrent_layer import GATES, GRU, LSTM, RELU, TANH, 
 from nano_loop.patching.operators import Kernel
 from nano_loop.patching.ownership import NO_RULES, rules_now
 from nano_loop.patching.torch_private import below_autocast, below_torch_functions
-from nano_loop.precision import product_precision
+from nano_loop.policy import product_precision
 
 #: Number of time steps of a measured LSTM, or the steps for this many multiplications if that is more. The overhead per
 #: call should not decide.

@@ -205,24 +205,37 @@ def test_ranks_draw_the_same_numbers_until_training_begins_and_others_from_then_
     assert all(a != b for a, b in zip(first[1], second[1], strict=True))
 
 
+def precision():
+    return getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
+
+
 def test_settings_of_torch_travel_and_ranks_of_a_loop_that_seeds_itself_draw_what_it_has_chosen():
     def train(model):
         settings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
+        more = torch.is_anomaly_enabled(), torch.get_autocast_dtype("cpu"), numpy.geterr()["over"], precision()
         torch.manual_seed(9)
         with torch.enable_grad():
             model(torch.ones(1, 1))
-        return small.everywhere((settings, torch.rand(1).item()))
+        return small.everywhere((settings, more, torch.rand(1).item()))
 
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.9
+    before = torch.get_autocast_dtype("cpu")
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True)
+    torch.set_autocast_dtype("cpu", torch.float16)
+    if matmul is not None:
+        matmul.fp32_precision = "bf16"  # then torch.get_float32_matmul_precision() raises
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autograd.set_detect_anomaly(True), numpy.errstate(over="raise"):
             first, second = two(train)(nn.Linear(1, 1))
     finally:
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
+        torch.set_autocast_dtype("cpu", before)
+        if matmul is not None:
+            matmul.fp32_precision = "none"
     assert first == second
-    assert first[0] == (torch.float64, True, False)
+    assert first[:2] == ((torch.float64, True, False), (True, torch.float16, "raise", matmul and "bf16"))
 
 
 @pytest.mark.parametrize("verbose", [False, "all"])

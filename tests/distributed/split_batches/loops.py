@@ -113,7 +113,7 @@ def adam(run):
     return fit(run, model, loader_of(*vectors()), squares, torch.optim.Adam(model.parameters(), lr=1e-2))
 
 
-def lbfgs(run):
+def lbfgs(run, reduction="mean"):
     model = mlp(6, 8, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
     run.setup(model, optimizer)
@@ -122,7 +122,7 @@ def lbfgs(run):
 
             def closure(x=x, y=y):
                 optimizer.zero_grad()
-                loss = F.mse_loss(model(x), y)
+                loss = F.mse_loss(model(x), y, reduction=reduction)
                 loss.backward()
                 return loss
 
@@ -364,6 +364,55 @@ def read_ahead(run):
     return fit(run, mlp(6, 8, 1), Ahead(TensorDataset(*vectors()), BATCH, shuffle=True), squares)
 
 
+def trained_in_body(run):
+    """An epoch that begins in eval mode is not divided."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def loss_of(model, batch):
+        model.train()
+        return squares(model, batch)
+
+    return fit(run, model, loader_of(*vectors(SAMPLES + 3)), loss_of, after_step=lambda loss: model.eval())
+
+
+def kept(run):
+    """The batches of the first epoch are read at once, and used again."""
+    batches = []
+
+    def all_of_them():
+        batches.extend([] if batches else loader_of(*vectors()))
+        return iter(batches)
+
+    return fit(run, mlp(6, 8, 1), Repeated(all_of_them), squares)
+
+
+def prefetched(run):
+    """A generator that converts the next batch before the loop computes this one."""
+
+    def converted():
+        batches = ([part.clone() for part in batch] for batch in loader_of(*vectors()))
+        batch = next(batches)
+        for after in batches:
+            yield batch
+            batch = after
+        yield batch
+
+    return fit(run, mlp(6, 8, 1), Repeated(converted), squares)
+
+
+class Repeated:
+    """Iterates what a function makes anew."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __iter__(self):
+        return self.make()
+
+    def __len__(self):
+        return 5
+
+
 def dropout(run):
     """Dropout of activations, in a model after setup and in the loop, and a layer as wide as the share."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(), nn.Linear(8, 1)).double()
@@ -536,7 +585,8 @@ LOOPS = {
             padding,
         ),
         *(probabilities, accumulated_words, own_gradients, own_count, averages, evaluated_between, streamed),
-        *(by_workers, read_ahead, augmented, dropout, noisy_transformer, noisy_transformer_of_equal_shares),
+        *(by_workers, read_ahead, kept, prefetched, trained_in_body, augmented, dropout, noisy_transformer),
+        noisy_transformer_of_equal_shares,
         *(noisy_lstm, noisy_lstm_of_equal_shares, gan, gan_of_equal_shares, sampling, checkpointed_dropout),
         *(checkpointed_dropout_reentrant, evaluated_alone),
     )

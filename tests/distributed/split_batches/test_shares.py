@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.errors import NanoError
@@ -39,6 +40,30 @@ def test_batches_of_different_shares_for_one_backward_are_an_error(other, differ
             split.begin_backward()
     else:
         assert split.begin_backward() == 1.2
+
+
+@pytest.mark.parametrize("reads_ahead", [True, False])
+def test_batches_that_the_loop_reads_ahead_are_known_and_groups_of_different_shares_are_an_error(reads_ahead):
+    split, iteration, full, short = SplitBatches(), Iteration(), Share.of(5, 0, 2), Share.of(4, 0, 2)
+    batches = [torch.ones(3), torch.ones(3), torch.ones(2)]
+    split.deliver(iteration, full, batches[0])
+    if not reads_ahead:
+        assert split.begin_backward() == 1.2
+    split.deliver(iteration, full, batches[1])
+    if reads_ahead:
+        split.note_call(batches[0].view(1, 3), trains=True)
+        assert split.begin_backward() == 1.2
+    split.deliver(iteration, short, batches[2])
+    split.note_call(batches[1], trains=True)
+    if not reads_ahead:
+        with pytest.raises(NanoError, match=r"3 of 5, 2 of 4 samples"):
+            split.begin_backward()
+        return
+    assert split.begin_backward() == 1.2
+    split.note_call(batches[2] + 1, trains=True)
+    assert split.begin_backward() == 1.0
+    split.note_call(batches[1], trains=True)  # used again
+    assert split.begin_backward() == 1.2
 
 
 def test_each_backward_and_the_end_of_an_iteration_make_room_for_another_share():

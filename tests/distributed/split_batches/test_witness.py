@@ -20,6 +20,7 @@ from distributed.split_batches.loops import (
     Plain,
     by_sgd,
     fit,
+    lbfgs,
     loader_of,
     mlp,
     needs_kernels,
@@ -35,6 +36,7 @@ from distributed.split_batches.loops import (
 from distributed.split_batches.test_loops import assert_equal
 from nano_loop import NanoError, NanoWorkerError, TorchNano
 from nano_loop.distributed.comm.split_batches import batch_sums
+from nano_loop.distributed.data_parallel.witness import _are_parts
 from nano_loop.distributed.launch_local import process
 from nano_loop.distributed.launch_local.server import kept
 
@@ -278,6 +280,20 @@ def decayed_sum(run):
     return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
 
 
+def slightly_decayed_sum(run):
+    """In fp32, the difference would be as small as rounding."""
+
+    def loss_of(model, batch):
+        return squares(model, batch) * len(batch[0]) + 1e-4 * sum(one.square().sum() for one in model.parameters())
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+def total_by_lbfgs(run):
+    """The closure returns a sum over samples, by which line searches decide."""
+    return lbfgs(run, reduction="sum")
+
+
 def of_constant_size(run):
     def loss_of(model, batch):
         return squares(model, [column.view(9, -1) for column in batch])
@@ -289,9 +305,10 @@ def assert_no_process_is_left():
     assert [psutil.Process(server.pid).children() for server in kept()] == [[]]
 
 
-def test_sum_gets_the_weight_of_a_sum():
-    found, result = run_of(total)
-    assert_equal({"total": found}, {"total": plain(total)})
+@pytest.mark.parametrize(("loop", "name"), [(total, "total"), (total_by_lbfgs, "lbfgs")])
+def test_sum_gets_the_weight_of_a_sum(loop, name):
+    found, result = run_of(loop)
+    assert_equal({name: found}, {name: plain(loop)})
     assert result.status == "applied"
     assert "is a sum" in result.detail
     assert_no_process_is_left()
@@ -323,7 +340,7 @@ def test_rounding_in_deep_networks_is_no_other_loss():
     "loop",
     [
         *(contrastive, contrastive_with_dropout, mean_over_words, decayed_sum, divided_by_own_count),
-        *(clamped, clamped_within),
+        *(slightly_decayed_sum, clamped, clamped_within),
     ],
 )
 def test_other_losses_are_refused_before_a_second_step(loop):
@@ -383,3 +400,6 @@ def test_sums_know_a_sample_that_is_turned_around():
     assert len(whole) == 1
     assert batch_sums({"x": batch["x"][:2]})[0] + batch_sums({"x": batch["x"][2:]})[0] == pytest.approx(whole[0])
     assert abs(batch_sums({"x": batch["x"].flip(2)})[0] - whole[0]) > 1e-3
+    samples = [*batch["x"]]
+    assert _are_parts(batch_sums(samples), [batch_sums(samples[:2]), batch_sums(samples[2:])])
+    assert not _are_parts(batch_sums(samples), [batch_sums(samples[:2]), batch_sums(samples[:1])])

@@ -31,7 +31,7 @@ pl = imported("lightning.pytorch")
 from nano_loop.kernels.linear import product  # noqa: E402
 from nano_loop.lightning import Trainer  # noqa: E402
 from nano_loop.patching.operators import gives_kernels  # noqa: E402
-from nano_loop.precision.product_precision import Policy  # noqa: E402
+from nano_loop.policy.product_precision import Policy  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), *ADVICE]
 Regression, Dealing = module_class(pl), data_class(pl)

@@ -12,7 +12,7 @@ from nano_loop.kernels.attention import blocked_attention, flash_attention
 from nano_loop.kernels.override import Call
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.ownership import NO_RULES
-from nano_loop.precision.product_precision import ATTENTION
+from nano_loop.policy.product_precision import ATTENTION
 
 ATEN = torch.ops.aten
 FLASH = ATEN._scaled_dot_product_flash_attention_for_cpu

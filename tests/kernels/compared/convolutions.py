@@ -158,17 +158,17 @@ INPUT_GRADIENT = Row(
 
 def arguments(
     images=4, channels=16, outputs=16, size=(9, 9), kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1),
-    transposed=False, mask=(False, True, True), seed=0,
+    transposed=False, groups=1, mask=(False, True, True), layout=NHWC, seed=0,
 ):  # fmt: skip
     """Return the arguments of torch's kernel."""
     generator = torch.Generator().manual_seed(seed)
-    inputs = some(generator, images, channels, *size).bfloat16()
-    shape = (channels, outputs) if transposed else (outputs, channels)
-    weight = some(generator, *shape, *kernel).bfloat16()
+    inputs = some(generator, images, channels, *size, layout=layout).bfloat16()
+    shape = (channels, outputs // groups) if transposed else (outputs, channels // groups)
+    weight = some(generator, *shape, *kernel, layout=layout).bfloat16()
     function = F.conv_transpose2d if transposed else F.conv2d
-    out = function(inputs, weight, None, stride, padding, dilation=dilation)
-    geometry = ([outputs], stride, padding, dilation, transposed, [0, 0], 1)
-    return Arguments(some(generator, *out.shape).bfloat16(), inputs, weight, *geometry, mask)
+    out = function(inputs, weight, None, stride, padding, dilation=dilation, groups=groups)
+    geometry = ([outputs], stride, padding, dilation, transposed, [0, 0], groups)
+    return Arguments(some(generator, *out.shape, layout=layout).bfloat16(), inputs, weight, *geometry, mask)
 
 
 def by_torch(*given):

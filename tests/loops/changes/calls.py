@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .layers import norms_of
-from .table import Row, add_row, row
+from .table import row
 
 #: The configs in which a loop by hand calls other functions: it enters autocast, where attention has a fast path.
 IN_BF16 = ("channels_last-as-shipped",)
@@ -122,22 +121,6 @@ def class_that_computes_hyperparameters(program):
     of_class(program, Computed, model.batch_norm, model.group_norm, model.layer_norm, model.rms_norm, model.dropout)
 
 
-class ByStep:
-    """A recurrent layer that changes a weight between two parts of a sequence."""
-
-    def forward(self, x, state=None):
-        with torch.no_grad():
-            first, state = super().forward(x[:, :4], state)
-            self.weight_hh_l0 *= 0.9
-        second, state = super().forward(x[:, 4:], state)
-        return torch.cat([first, second], 1), state
-
-
-@row(repeats=True)
-def class_of_a_recurrent_layer(program):
-    of_class(program, ByStep, program.model.gru)
-
-
 # --- functions of torch ---
 
 FUNCTIONS = (
@@ -166,44 +149,28 @@ class Wrapper:
 
         return mock.patch.object(owner, name, call)
 
-    def all_around(self, functions):
-        """Return a context in which several functions are wrapped."""
+    def around_all(self):
+        """Return a context in which all `FUNCTIONS` are wrapped."""
         contexts = ExitStack()
-        for owner, name in functions:
+        for owner, name in FUNCTIONS:
             contexts.enter_context(self.around(owner, name))
         return contexts
 
 
-def wrapped_in_the_run(functions):
-    def change(program):
-        wrapper = Wrapper()
-        program.within(wrapper.all_around(functions))
-        program.seen.append(wrapper.noted)
-
-    return change
-
-
-def wrapped_before_the_run(functions):
-    """Return the row of functions that are wrapped from before the run until its end."""
+@row(without=IN_BF16 + IN_MODE)
+def functions_wrapped_in_the_run(program):
     wrapper = Wrapper()
-
-    def change(program):
-        noted = len(wrapper.noted)
-        program.undo.callback(lambda: program.seen.append(wrapper.noted[noted:]))
-
-    return Row(*(change, lambda: wrapper.all_around(functions), False), repeats=len(functions) == 1, without=IN_MODE)
+    program.within(wrapper.around_all())
+    program.seen.append(wrapper.noted)
 
 
-for _owner, _name in FUNCTIONS:
-    _function = f"{'torch' if _owner is torch else 'F' if _owner is F else 'Tensor'}.{_name}"
-    _without = IN_MODE + (IN_BF16 if _name in ("linear", "scaled_dot_product_attention") else ())
-    _row = Row(
-        wrapped_in_the_run([(_owner, _name)]), repeats=_name not in ("layer_norm", "embedding"), without=_without
-    )
-    add_row(f"{_function} wrapped", _row)
-    add_row(f"{_function} wrapped before the run", wrapped_before_the_run([(_owner, _name)]))
-add_row("functions wrapped in the run", Row(wrapped_in_the_run(FUNCTIONS), without=IN_BF16 + IN_MODE))
-add_row("functions wrapped before the run", wrapped_before_the_run(FUNCTIONS)._replace(without=IN_BF16 + IN_MODE))
+WRAPPER = Wrapper()
+
+
+@row(before=WRAPPER.around_all, is_seen=False, without=IN_BF16 + IN_MODE)
+def functions_wrapped_before_the_run(program):
+    noted = len(WRAPPER.noted)
+    program.undo.callback(lambda: program.seen.append(WRAPPER.noted[noted:]))
 
 
 @row(is_seen=False, without=IN_BF16 + IN_MODE)
@@ -281,17 +248,6 @@ def full_backward_hooks(program):
         program.undo.callback(module.register_full_backward_hook(hook).remove)
     for module in (program.model.group_norm, program.model.gelu, program.model.rms_norm, program.model.mlp[2]):
         handle = module.register_full_backward_pre_hook(lambda _, of_outputs: (0.5 * of_outputs[0],))
-        program.undo.callback(handle.remove)
-
-
-@row(repeats=True)
-def hooks_of_all_modules(program):
-    seen = program.seen
-    hooks = (
-        register_module_forward_hook(lambda module, _, out: seen.append((type(module), type(out)))),
-        register_module_forward_pre_hook(lambda module, _: seen.append(type(module))),
-    )
-    for handle in hooks:
         program.undo.callback(handle.remove)
 
 

@@ -82,22 +82,10 @@ def padding_idx_of_an_embedding(program):
     program.set(program.model.embedding, padding_idx=int(program.loader.dataset.words[0, 0]))
 
 
-@row(repeats=True)
-def what_torch_alone_does_of_an_embedding(program):
-    program.loader.dataset.words[:, 1] = program.loader.dataset.words[:, 0]
-    program.set(program.model.embedding, max_norm=1.0, scale_grad_by_freq=True)
-
-
 @row()
 def sparse_of_an_embedding(program):
     """AdamW rejects sparse gradients, which ends the loop."""
     program.set(program.model.embedding, sparse=True)
-
-
-@row(repeats=True)
-def shapes_in_an_attention_and_an_lstm(program):
-    program.set(program.model.attention, num_heads=4, head_dim=8)
-    program.set(program.model.lstm, batch_first=False)
 
 
 @row()

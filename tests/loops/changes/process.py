@@ -59,12 +59,6 @@ def anomaly_detection(program):
     program.within(torch.autograd.set_detect_anomaly(True, check_nan=True))
 
 
-@row(rounds=True, repeats=True)
-def autocast_by_the_program(program):
-    program.notes_gradients = False
-    program.within(torch.autocast("cpu", torch.bfloat16))
-
-
 @row(is_seen=False)
 def kernels_of_torch_turned_off(program):
     program.within(sdpa_kernel(SDPBackend.MATH))
@@ -133,17 +127,6 @@ def gradients_of_gradients(program):
     program.set(program, loss=loss)
 
 
-@row(repeats=True)
-def retained_graph(program):
-    """Two backwards through one forward."""
-
-    def loss(out, targets):
-        F.cross_entropy(out, targets.flip(0)).backward(retain_graph=True)
-        return F.cross_entropy(out, targets)
-
-    program.set(program, loss=loss)
-
-
 # --- losses ---
 
 
@@ -177,13 +160,6 @@ def inputs_of_another_dtype(program):
     """torch rejects them, and the loop must get the same message."""
     call = program.call
     program.set(program, call=lambda images, words: call(images.double(), words))
-
-
-@row(is_seen=False, repeats=True)
-def words_of_another_dtype_and_a_model_that_had_one(program):
-    program.model.double().float()
-    call = program.call
-    program.set(program, call=lambda images, words: call(images, words.int()))
 
 
 @row(is_seen=False)

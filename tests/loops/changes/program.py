@@ -116,8 +116,6 @@ class Program:
         The values to compare, in order.
     undo : contextlib.ExitStack
         Closed before the fifth step.
-    notes_gradients : bool
-        Whether the gradients of every step are compared, not just those of the last one.
     """
 
     def __init__(self, model, sgd, adamw, adagrad, loader, by_hand):
@@ -125,7 +123,6 @@ class Program:
         self.by_hand, self.seen, self.undo = by_hand, [], ExitStack()
         self.call = lambda *batch: by_hand(self.model)(*batch)
         self.loss = lambda out, targets: F.cross_entropy(out, targets)
-        self.notes_gradients = True
 
     @property
     def samples(self):
@@ -153,7 +150,7 @@ class Program:
             out = self.call(*batch)
             loss = self.loss(out, targets)
             loss.backward()
-            gradients = self.gradients() if self.notes_gradients else []
+            gradients = self.gradients()
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             for optimizer in self.optimizers:
                 optimizer.step()

@@ -16,10 +16,6 @@ class Row(NamedTuple):
         Returns a context around the whole run.
     is_seen : bool
         Whether the change affects the results of the plain loop.
-    rounds : bool
-        Whether tensors are in bf16 then, so that results may differ as much as two loops by hand do.
-    repeats : bool
-        Whether other rows cover this one, so that `make test` omits it and its combinations with other options.
     without : tuple of str
         The configs in which the loop by hand would not be equivalent.
     """
@@ -27,8 +23,6 @@ class Row(NamedTuple):
     change: Callable
     before: Callable = nullcontext
     is_seen: bool = True
-    rounds: bool = False
-    repeats: bool = False
     without: tuple = ()
 
 
@@ -39,12 +33,9 @@ def row(**more):
     """Add a function to the table under its name; see `Row`."""
 
     def add(change):
-        add_row(change.__name__.replace("_", " "), Row(change, **more))
+        name = change.__name__.replace("_", " ")
+        assert name not in ROWS
+        ROWS[name] = Row(change, **more)
         return change
 
     return add
-
-
-def add_row(name, new):
-    assert name not in ROWS
-    ROWS[name] = new

@@ -142,14 +142,6 @@ def settings_of_each_kind(program):
     setting(("sgd", "adamw", "adagrad"), weight_decay=0.3)(program)
 
 
-@row(repeats=True)
-def other_settings_of_each_kind(program):
-    setting(("sgd",), nesterov=True)(program)
-    program.adamw.state.clear()  # which has no maximum
-    setting(("adamw",), amsgrad=True)(program)
-    setting(("adagrad",), lr_decay=0.5)(program)
-
-
 @row()
 def counters_of_steps(program):
     """As saved by other programs; several parameters share one counter."""
@@ -246,14 +238,6 @@ def a_parameter_taken_out(program):
         optimizer.state.pop(optimizer.param_groups[0]["params"].pop(1))
 
 
-@row(repeats=True)
-def a_parameter_of_another_optimizer(program):
-    """SGD takes over from Adagrad."""
-    program.sgd.add_param_group({"params": program.adagrad.param_groups[0]["params"], "lr": 0.01})
-    program.adagrad.param_groups.clear()
-    program.adagrad.state.clear()
-
-
 @row()
 def state_cleared(program):
     for optimizer in program.optimizers:
@@ -297,12 +281,6 @@ def gradients_zeroed_in_place(program):
             program.seen.append(program.gradients())
 
         program.set(optimizer, zero_grad=zero_in_place)
-
-
-@row(repeats=True)
-def gradients_accumulated(program):
-    for optimizer in program.optimizers:
-        program.set(optimizer, zero_grad=lambda: None)
 
 
 @row()

@@ -52,26 +52,6 @@ def copied_into(program):
             weight.copy_(weight.flip(0))
 
 
-@row(repeats=True)
-def taken_from_numpy(program):
-    for weight in weights_of(program.model):
-        weight.data = torch.from_numpy(0.5 * weight.detach().numpy())
-        weight.data.mul_(0.9)
-    with torch.no_grad():
-        program.model.mlp[7].weight.detach().numpy()[...] *= 0.5  # does not change the version
-
-
-@row(repeats=True)
-def averages_exchanged(program):
-    """Swap in the averages to evaluate, as an EMA does, and swap the weights back."""
-    averages = [0.9 * weight.detach() for weight in weights_of(program.model)]
-    for weight, average in zip(weights_of(program.model), averages, strict=True):
-        weight.data, average.data = average.data, weight.data
-    program.evaluate()
-    for weight, average in zip(weights_of(program.model), averages, strict=True):
-        weight.data, average.data = average.data, weight.data
-
-
 @row(without=CHANNELS_LAST)  # by hand, weights are channels_last, so they cannot be views of a vector
 def memory_shared(program):
     """All weights become views of one vector."""
@@ -89,15 +69,6 @@ def set_to_another_tensor(program):
 def state_loaded(program):
     state = copy.deepcopy(program.model.state_dict())
     program.undo.callback(lambda: program.model.load_state_dict(state))
-
-
-def swaps_tensors(change):
-    """Make modules swap their tensors, instead of setting the data, when `change` loads or converts them."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        change()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def without_layers_that_refuse_swaps(model):
@@ -118,27 +89,6 @@ def swapped(program):
         other = 0.5 * tensor.detach()
         is_weight = isinstance(tensor, nn.Parameter)
         torch.utils.swap_tensors(tensor, nn.Parameter(other, tensor.requires_grad) if is_weight else other)
-
-
-@row(repeats=True)
-def swapped_before_the_step(program):
-    """Between backward and step: the weight has no gradient then, so the optimizer skips it."""
-    model, step = program.model, program.sgd.step
-
-    def with_others(*args):
-        for module in (model.batch_norm, model.embedding, model.mlp[4]):
-            torch.utils.swap_tensors(module.weight, nn.Parameter(0.5 * module.weight.detach()))
-        return step(*args)
-
-    program.set(program.sgd, step=with_others)
-
-
-@row(repeats=True)
-def state_loaded_by_swaps(program):
-    for module in without_layers_that_refuse_swaps(program.model):
-        state = {name: 0.5 * value for name, value in module.state_dict().items()}
-        swaps_tensors(lambda module=module, state=state: module.load_state_dict(state))
-        swaps_tensors(lambda module=module: module.double().float())
 
 
 @row(is_seen=False)
@@ -164,13 +114,6 @@ def a_new_parameter(program):
         before = module.weight
         module.weight = nn.Parameter(0.5 * before.detach())
         in_group(optimizer, before, module.weight)
-
-
-@row(repeats=True)
-def a_weight_taken_away(program):
-    """As a norm without weights; the optimizer keeps the parameter and its gradient."""
-    for norm in (program.model.batch_norm, program.model.rms_norm, program.model.layer_norm, program.model.mlp[1]):
-        norm.weight = None
 
 
 @row()
@@ -267,23 +210,6 @@ def weights_in_channels_last(program):
 def images_in_channels_last(program):
     call = program.call
     program.set(program, call=lambda images, words: call(images.contiguous(memory_format=torch.channels_last), words))
-
-
-@row(repeats=True)
-def images_of_another_size(program):
-    """The perceptron gets as many features as before."""
-    call = program.call
-    program.set(program, call=lambda images, words: call(images.reshape(-1, 3, 4, 16), words[:, :6]))
-
-
-@row(repeats=True)
-def a_table_that_grows(program):
-    """As in `resize_token_embeddings`."""
-    before = program.model.embedding
-    program.model.embedding = nn.Embedding(1100, 32)
-    with torch.no_grad():
-        program.model.embedding.weight[:1024] = before.weight
-    program.adamw.add_param_group({"params": [program.model.embedding.weight]})
 
 
 @row()

@@ -1,4 +1,4 @@
-"""The loss of language models with the kernel of `nano_loop.kernels.head.cross_entropy`; see also `test_training`."""
+"""The loss of language models with the kernel of `nano_loop.kernels.head.cross_entropy`; see also `tests/kernels`."""
 
 import threading
 
@@ -8,18 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import accelerated
-from steps.kernels.cases import (
-    BY_NAME,
-    WORDS,
-    Words,
-    assert_near,
-    data,
-    of_cast,
-    of_two,
-    of_words,
-    trained,
-    use_for_all_sizes,
-)
+from steps.kernels.cases import BY_NAME, use_for_all_sizes
+
+WORDS = 5000
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +18,30 @@ def all_sizes(monkeypatch):
     use_for_all_sizes(monkeypatch, BY_NAME["fast_cross_entropy"])
 
 
+class Words(nn.Module):
+    """Predicts words, and computes a loss from the logits."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.embedding, self.head, self.loss = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS), loss
+
+    def forward(self, words, targets):
+        return self.loss(self.head(self.embedding(words)), targets)
+
+
 def model_of(loss):
     torch.manual_seed(0)
     return Words(loss)
+
+
+def data():
+    return torch.randint(WORDS, (2, 4, 16), generator=torch.Generator().manual_seed(1))
+
+
+def of_two(logits, targets):
+    """Two losses that share one cast."""
+    logits = logits.float().view(-1, WORDS)
+    return F.cross_entropy(logits, targets.view(-1)) + F.cross_entropy(logits, targets.view(-1).flip(0))
 
 
 def test_layout_of_images_is_torch_s():
@@ -97,19 +109,10 @@ def test_casts_of_code_that_was_not_set_up_are_torch_s(called):
         return under, F.cross_entropy(cast, targets), F.cross_entropy(logits * 2, targets)
 
     plain, in_thread = losses(), []
-    with accelerated(model_of(of_cast), precision="bf16", verbose=False):
+    with accelerated(model_of(of_two), precision="bf16", verbose=False):
         thread = threading.Thread(target=lambda: in_thread.extend(losses()))
         thread.start()
         thread.join()
         for found in (losses(), in_thread):
             assert all(map(torch.equal, found, plain))
     assert not called
-
-
-@pytest.mark.slow
-def test_compiled_model_computes_its_loss_by_torch(called):
-    case = of_words(of_cast, bound=2**-8)
-    found, report = trained(case, compile={"backend": "aot_eager"})
-    assert {"fast_cross_entropy", "compile"} <= set(report.applied)
-    assert not called
-    assert_near(found, trained(case, fast_cross_entropy=False)[0], case.bounds)

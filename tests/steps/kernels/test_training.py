@@ -1,4 +1,4 @@
-"""Loops train with a step's kernels as with torch's; code outside the run is bitwise equal to torch's."""
+"""Kernels compute fp32 tensors of their own run where torch is slower, and are torch's again where none is large."""
 
 import pytest
 import torch
@@ -9,34 +9,17 @@ from nano_loop.kernels import override
 from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.patch_table import users
-from nano_loop.steps import products
 from nano_loop.steps.kernel_step import LOOKS_FROM
-from steps.kernels.cases import (
-    ACTIVATIONS,
-    BATCH,
-    BY_NAME,
-    IN_FP32,
-    LINEARS,
-    LOSSES,
-    LSTMS,
-    NORMS,
-    assert_near,
-    trained,
-    use_for_all_sizes,
-)
+from steps.kernels.cases import BY_NAME, use_for_all_sizes
 
-CASES = ACTIVATIONS | NORMS | LINEARS | LSTMS | LOSSES
-VARIANTS = [(name, options) for name, case in CASES.items() for options in case.variants]
-#: The functions that compute fp32 tensors in a step; none if torch is as fast.
-TAKING_FP32 = [
-    ("batch norm", "NCHW", [*BATCH]),
-    ("batch norm", "NHWC", ["batch_norm"]),
-    ("group norm", "NCHW", []),
-    ("group norm", "NHWC", ["group_norm_backward"]),
-    ("layer norm", "NCHW", ["layer_norm"]),
-    ("of_cast", "NCHW", IN_FP32),
-    ("outside", "NCHW", IN_FP32),
-]
+#: A norm, whether its images are NHWC, and the functions in C that compute it in fp32: none where torch is as fast.
+NORMS = {
+    "batch norm in NCHW": (nn.BatchNorm2d(16), False, ["batch_norm", "batch_norm_backward"]),
+    "batch norm in NHWC": (nn.BatchNorm2d(16), True, ["batch_norm"]),
+    "group norm in NCHW": (nn.GroupNorm(4, 16), False, []),
+    "group norm in NHWC": (nn.GroupNorm(4, 16), True, ["group_norm_backward"]),
+    "layer norm": (nn.LayerNorm(16), False, ["layer_norm"]),
+}
 
 
 @pytest.fixture
@@ -45,41 +28,17 @@ def compiled_first(monkeypatch):
     monkeypatch.setattr(override, "_default_in_fp32", lambda: override.COMPILED)
 
 
-@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
-def test_loop_trains_as_with_torchs_kernels(called, monkeypatch, name, options):
-    case = CASES[name]
-    in_fp32 = case.reference.get("precision") == 32
-    use_for_all_sizes(monkeypatch, case.kind)
-    found, report = trained(case, **options)
-    assert report[case.kind.name].status == "applied"
-    assert case.is_expected(called)
-    called.clear()
-    without = {} if in_fp32 else {case.kind.name: False}
-    expected, report = trained(case, **without, **options, **case.reference)
-    assert not set(called) & set(case.kind.row.kernels.kernel.functions)
-    assert case.kind.name not in report.applied
-    if options.get("precision") == "bf16-true":  # later steps start from differently rounded parameters
-        count = len(found["gradients"]) // case.steps
-        found, expected = ({"gradients": each["gradients"][:count]} for each in (found, expected))
-    assert_near(found, expected, case.bounds)
-
-
 @pytest.mark.usefixtures("compiled_first")
-@pytest.mark.parametrize("precision", [32, "bf16-products"])
-@pytest.mark.parametrize(("name", "layout", "functions"), TAKING_FP32)
-def test_fp32_is_computed_where_torch_is_slower(called, monkeypatch, name, layout, functions, precision):
-    case = CASES[name]
-    use_for_all_sizes(monkeypatch, case.kind)
-    monkeypatch.setattr(products, "SMALLEST_WEIGHT", 1)
-    options = {"precision": precision, "channels_last": layout == "NHWC"}
-    found, report = trained(case, **options)
-    assert case.kind.name in report.applied
-    assert called == functions * case.steps
-    called.clear()
-    expected, report = trained(case, **options, **{case.kind.name: False})
-    assert not called
-    bound = {"rtol": 1e-4, "atol": 1e-6}
-    assert_near(found, expected, {"losses": bound, "state": bound})
+@pytest.mark.parametrize("precision", [32, "bf16"])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_are_in_c_in_bf16_and_in_fp32_where_torch_is_slower(called, monkeypatch, name, precision):
+    use_for_all_sizes(monkeypatch, BY_NAME["fast_norm"])
+    norm, is_nhwc, in_fp32 = NORMS[name]
+    kind = "_".join(name.split()[:2])
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), norm)
+    with accelerated(model, channels_last=is_nhwc, precision=precision, tune_operators=False, verbose=False):
+        model(torch.randn(4, 3, 16, 16)).square().sum().backward()
+    assert called == (in_fp32 if precision == 32 else [kind, f"{kind}_backward"])
 
 
 @pytest.mark.usefixtures("compiled_first")

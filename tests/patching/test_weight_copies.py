@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from nano_loop.patching.torch_private import is_unwritten
-from nano_loop.precision.autocast.frozen_weights import WeightCopies, marked
+from nano_loop.patching.weight_copies import WeightCopies, marked
 
 
 def copies():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nano_loop.precision.product_precision import ATTENTION, MIN_MULTIPLICATIONS, PRODUCT, Policy, is_large
+from nano_loop.policy.product_precision import ATTENTION, MIN_MULTIPLICATIONS, PRODUCT, Policy, is_large
 
 
 @pytest.fixture

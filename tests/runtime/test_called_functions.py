@@ -10,7 +10,7 @@ from torch.nn.functional import dropout as dropped
 
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.entry import through_interceptor
-from nano_loop.steps.models import names_called
+from nano_loop.runtime.objects.called_functions import names_called
 
 
 def attended(x):

@@ -1,0 +1,105 @@
+"""States of an optimizer that stay in bf16 after a run until they are read.
+
+Converted at the run's end, moments would take 8 bytes per parameter beside the gradients, and the peak of a run in bf16
+would be there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.torch_private import below_torch_functions
+
+
+def in_fp32(state: Any) -> Any:
+    """Return states with their bf16 tensors in fp32."""
+    return map_tensors(_wide, state)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.float() if value.dtype is torch.bfloat16 else value
+
+
+class NarrowStates(defaultdict[Any, Any]):
+    """An optimizer's ``state`` that becomes fp32, one tensor at a time, before a method returns any of it.
+
+    Copies and pickles are of torch's class.
+    """
+
+    is_narrow = True
+
+    @torch.inference_mode(False)  # tensors created in a caller's inference mode cannot be trained later
+    def widen(self) -> None:
+        """Convert the tensors in bf16 to fp32."""
+        if not self.is_narrow:
+            return
+        with below_torch_functions():
+            for key, state in _items(self):
+                if isinstance(state, dict):
+                    for name, value in state.items():
+                        state[name] = in_fp32(value)
+                else:
+                    self[key] = in_fp32(state)
+        self.is_narrow = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.widen()
+        return defaultdict, (self.default_factory,), None, None, iter(_items(self))
+
+
+_items = defaultdict.items  # of a `NarrowStates` as it is
+
+
+def _copied(states: NarrowStates) -> defaultdict[Any, Any]:
+    states.widen()
+    return defaultdict(states.default_factory, _items(states))
+
+
+def _widening(name: str) -> Callable[..., Any]:
+    method = getattr(defaultdict, name)
+
+    @functools.wraps(method)
+    def call(self: NarrowStates, /, *args: Any) -> Any:
+        self.widen()
+        return method(self, *args)
+
+    return call
+
+
+# With another `__iter__`, C code that copies a dictionary calls `__getitem__` as well.
+for _name in ("__getitem__", "__iter__", "get", "items", "pop", "popitem", "setdefault", "values"):
+    setattr(NarrowStates, _name, _widening(_name))
+for _name in ("__eq__", "__ne__", "__or__", "__ror__", "__repr__"):
+    setattr(NarrowStates, _name, _widening(_name))
+for _name in ("copy", "__copy__"):
+    setattr(NarrowStates, _name, _copied)
+
+
+def keep_narrow(optimizer: Optimizer) -> None:
+    """Keep the states of an optimizer in bf16 until they are read."""
+    states = NarrowStates(getattr(optimizer.state, "default_factory", None), optimizer.state)
+    if type(optimizer.state) is not defaultdict or _holders(optimizer) > _holders(SimpleNamespace(state={})):
+        states.widen()  # in the dictionaries of parameters, which a wrapper may read from its own reference
+    else:
+        optimizer.state = states
+
+
+def _holders(owner: Any) -> int:
+    return sys.getrefcount(owner.state)
+
+
+def take_back(optimizer: Optimizer) -> None:
+    """Make the states of an optimizer torch's class again, as they are."""
+    states = optimizer.state
+    if isinstance(states, NarrowStates):
+        optimizer.state = defaultdict(states.default_factory, _items(states))

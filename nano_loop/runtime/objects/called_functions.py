@@ -1,0 +1,78 @@
+"""The names in the code of a model: ``dropout`` of `torch.nn.functional.dropout` in `forward` or a function it calls.
+
+They show which steps may apply. A name may also be that of an attribute; the step then finds nothing to compute.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from nano_loop.patching.attributes import defined_in
+from nano_loop.patching.walk import CONTAINERS, code_in, items_of, length_of, walk
+
+_MOST = 1000  # maximum number of functions of a class and those that they call
+_LONGEST = 1000  # maximum length of a list of layers: longer ones hold data
+
+
+def names_called(model: nn.Module) -> frozenset[str]:
+    """Return the names in the code of a model's modules, and of the library functions that it calls.
+
+    This covers the methods of their classes, except torch's own, and functions of the same package that these name. It
+    does not run the program's code: a module may import a package on attribute access.
+    """
+    kinds: set[Any] = {type(value) for value in walk([model], _modules_in) if isinstance(value, nn.Module)}
+    return frozenset().union(*map(_names_in, kinds))
+
+
+def _modules_in(value: Any) -> Iterator[Any]:
+    """Yield the modules in a module, and in its lists and dicts, in which Keras stores layers."""
+    if isinstance(value, nn.Module):
+        yield from value.children()
+        yield from (attribute for attribute in vars(value).values() if isinstance(attribute, CONTAINERS))
+    elif length_of(value) <= _LONGEST:
+        yield from (item for item in items_of(value) if isinstance(item, (nn.Module, *CONTAINERS)))
+
+
+@functools.lru_cache(maxsize=1000)
+def _names_in(kind: type) -> frozenset[str]:
+    own = [base for base in kind.__mro__ if _package(base) != "torch"]
+    packages = {_package(base) for base in own}
+    methods = [
+        inspect.unwrap(value) for base in own for value in defined_in(base).values() if inspect.isfunction(value)
+    ]
+
+    def named(function: Any) -> Iterable[Any]:
+        return _named(function)[1] if type(function) is FunctionType and _package(function) in packages else ()
+
+    reached = [*walk(methods, named, most=_MOST)]
+    names = (_named(function)[0] for function in reached if _package(function) in packages)
+    return frozenset(function.__name__ for function in reached if _package(function) not in packages).union(*names)
+
+
+@functools.lru_cache(maxsize=10_000)  # classes of a library call the same functions
+def _named(function: Any) -> tuple[frozenset[str], tuple[Any, ...]]:
+    """Return the names in the code of a function, and the functions that these refer to, also through modules."""
+    if type(function) is not FunctionType:
+        return frozenset(), ()
+    names = frozenset(name for code in code_in(function.__code__) for name in code.co_names)
+
+    def named_in(value: Any) -> Iterable[Any]:
+        names_of = function.__globals__ if value is function else vars(value) if _is_module(value) else {}
+        return (names_of[name] for name in names if name in names_of)
+
+    values = walk([function], named_in)
+    return names, tuple(value for value in values if type(value) in (FunctionType, BuiltinFunctionType))
+
+
+def _is_module(value: Any) -> bool:
+    return issubclass(type(value), ModuleType)
+
+
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", "")).partition(".")[0]
