@@ -3,10 +3,10 @@
 import os
 
 import pytest
-from nano_loop.config.exports import EXPORTS
 
-from nano_loop.cli import script_options
+from nano_loop.cli import script
 from nano_loop.cli.main import main
+from nano_loop.config.environment import EXPORTS
 
 SEVERAL_TIMES = "the script is started several times"
 #: Arguments, of which train.py and pipe.py exist, and words of the error.
@@ -54,7 +54,7 @@ REFUSED = [
 def refusal(tmp_path, monkeypatch, capsys):
     """Return a function that returns the error of a command in a folder with a script and a pipe."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(script_options.os, "execve", None)
+    monkeypatch.setattr(script.os, "execve", None)
     (tmp_path / "train.py").touch()
     os.mkfifo(tmp_path / "pipe.py")
 
