@@ -273,8 +273,8 @@ ROWS = {
     ),
     "attention, rounded": ROUNDING(attending(size=32), LARGE_HEADS, calls="attention_backward"),
     "attention with a dropout, rounded": ROUNDING(attending(size=32, dropout_p=0.3), LARGE_HEADS, calls="product"),
-    "lookups": Row(looking_up(nn.Embedding), (6,), ("lookup._Rows", "row_gradient._Root"), ("embedding",), "sum_rows"),
-    "bags": Row(looking_up(nn.EmbeddingBag, mode="sum"), (6,), ("lookup._Bags",), ("_embedding_bag",), "sum_rows"),
+    "lookups": Row(looking_up(nn.Embedding), (6,), ("embedding._Rows", "embedding._Root"), ("embedding",), "sum_rows"),
+    "bags": Row(looking_up(nn.EmbeddingBag, mode="sum"), (6,), ("embedding._Bags",), ("_embedding_bag",), "sum_rows"),
     "means over pixels": Row(
         lambda: Layer(pooled, nn.Conv2d(16, 16, 1)),
         (4, 16, 6, 5),

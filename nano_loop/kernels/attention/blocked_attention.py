@@ -157,13 +157,13 @@ class _Attention(torch.autograd.Function):
             backward(KERNEL, inputs, with_columns(gradient), log_sums, gradients)
             return gradients
 
-        def by_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def differentiable(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if ctx.are_four:
                 return by_torch(query, key, value, *others)
             # For other numbers of dimensions, torch uses individual operators, which have more derivatives.
             return by_torch(query[None], key[None], value[None], *others)[0]
 
-        return gradients_of(ctx, inputs[:3], (gradient,), compute, by_torch)
+        return gradients_of(ctx, inputs[:3], (gradient,), compute, differentiable)
 
 
 def forward(kernel: CompiledKernel, inputs: Inputs, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
