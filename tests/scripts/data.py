@@ -1,9 +1,22 @@
-"""Small data sets for the scripts, the same at every call."""
+"""Small data sets and networks for the scripts, the same at every call."""
 
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 
 WHOLE_BATCH = BATCH = 16  # of a plain run; the test sets that of a process
+
+
+def images(count=64, classes=4, size=8):
+    """Return images whose class is the bright quarter."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(classes, (count,), generator=generator)
+    pixels = torch.rand(count, 1, size, size, generator=generator) * 0.5
+    half = size // 2
+    for image, label in zip(pixels, labels.tolist(), strict=True):
+        row, column = divmod(label, 2)
+        image[:, row * half : (row + 1) * half, column * half : (column + 1) * half] += 0.5
+    return TensorDataset(pixels, labels)
 
 
 def rows(count=96, width=6):
@@ -24,3 +37,10 @@ def text(length=400, symbols=12):
     generator = torch.Generator().manual_seed(0)
     jumps = torch.randint(0, 2, (length,), generator=generator)
     return (torch.arange(length) + jumps.cumsum(0)) % symbols
+
+
+def small_cnn(classes=4):
+    """Return a convolution with a classifier."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, classes)
+    )
