@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from nano_loop.config.leftovers import no_attribute
+from nano_loop.integrations.lightning.compiled import CompiledMixin
 from nano_loop.integrations.lightning.strategy import NanoStrategyMixin, lightning_is_missing, register
-from nano_loop.integrations.lightning.trainer import CompiledMixin, NanoTrainerMixin
+from nano_loop.integrations.lightning.trainer import NanoTrainerMixin
 
 try:
     import pytorch_lightning as pl

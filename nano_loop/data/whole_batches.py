@@ -6,15 +6,12 @@ skorch, or by a ``__getitem__`` that only indexes tensors and arrays: ``return s
 checked in its bytecode: it may only load attributes, index, and build tuples, lists and dicts. Such code has no
 branches, calls or side effects, so one call with placeholders for the dataset and the index shows the structure of all
 samples. Other kinds of tables, such as Arrow's, would get a separate module.
-
-Samples of numpy arrays that are read one by one are collated by one copy for each field.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,11 +27,11 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     default_collate,
-    get_worker_info,
 )
 
+from nano_loop.data.collate import ARRAYS, collate
 from nano_loop.patching.attributes import has_own
-from nano_loop.patching.torch_private_loaders import collates_as_torch, default_collate_by
+from nano_loop.patching.torch_private_loaders import collates_as_torch
 
 #: The instructions in CPython 3.10 to 3.14, which also has paired and borrowing variants of those in the first line.
 _LOADS = ("LOAD_FAST", "STORE_FAST")
@@ -108,36 +105,6 @@ def _only_indexes(code: CodeType) -> bool:
         or (instruction.opname, instruction.argrepr) == ("BINARY_OP", "[]")
         for instruction in dis.get_instructions(code)
     )
-
-
-ARRAYS = (np.ndarray, np.memmap)
-_MOST_DIMENSIONS = 3  # torch may stack arrays of more dimensions as channels_last
-_form_of = operator.attrgetter("shape", "strides", "dtype")
-
-
-def collate(samples: list[Any]) -> Any:
-    """Return the same as `torch.utils.data.default_collate`.
-
-    In a loader's worker process it calls torch's function, which stacks in shared memory.
-    """
-    if get_worker_info() is not None:
-        return default_collate(samples)
-    return default_collate_by(samples, _stacked)
-
-
-def _stacked(arrays: Sequence[Any]) -> Tensor | None:
-    """Stack arrays of equal shape and dtype in a tensor. Return None if torch must stack or refuse them."""
-    first = arrays[0]
-    if not 1 <= first.ndim <= _MOST_DIMENSIONS or first.dtype.kind not in "biufc":
-        return None
-    if not {*map(type, arrays)} <= {*ARRAYS} or len({*map(_form_of, arrays)}) > 1:
-        return None
-    one = torch.as_tensor(first)  # with torch's errors and warnings about such arrays
-    if one.device.type != "cpu":
-        return None
-    stacked = torch.empty((len(arrays), *one.shape), dtype=one.dtype, device="cpu")
-    np.concatenate(arrays, out=stacked.numpy().reshape(len(arrays) * len(first), *first.shape[1:]))
-    return stacked
 
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]

@@ -24,7 +24,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from nano_loop.patching.attributes import module_of, replaced
 from nano_loop.patching.optimizers import is_dense, lies_as
-from nano_loop.patching.patch_table import process_wide, shared_change
+from nano_loop.patching.patch_table import entry_set, process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import groups_prepared
 
 _Function = Callable[..., Any]
@@ -71,19 +71,8 @@ def steps_fused(optimizer: Optimizer, own: OwnSteps | None = None) -> Iterator[N
         changes.callback(_prepared.clear)  # after an error between the two functions
         changes.enter_context(groups_prepared(kind, _noting))
         changes.enter_context(replaced(sys.modules[owner.__module__], name, make))
-        changes.enter_context(shared_change(("fused steps", number, own), lambda: _entered(number, own)))
+        changes.enter_context(shared_change(("fused steps", number, own), lambda: entry_set(_fused, number, own)))
         yield
-
-
-@contextmanager
-def _entered(number: int, own: OwnSteps | None) -> Iterator[None]:
-    before = {number: _fused[number]} if number in _fused else {}  # of a run around this one
-    _fused[number] = own
-    try:
-        yield
-    finally:
-        _fused.pop(number, None)
-        _fused.update(before)
 
 
 def is_fused(optimizer: Optimizer) -> bool:

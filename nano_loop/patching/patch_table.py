@@ -36,6 +36,18 @@ def left_by_runs() -> dict[str, int]:
     return {name: len(table) for name, table in _tables.items() if table}
 
 
+@contextmanager
+def entry_set(table: dict[Any, Any], key: Hashable, value: Any) -> Iterator[None]:
+    """Set an entry of a table, and afterwards restore the one of a run around this one, or remove it."""
+    before = {key: table[key]} if key in table else {}
+    table[key] = value
+    try:
+        yield
+    finally:
+        table.pop(key, None)
+        table.update(before)
+
+
 @dataclass
 class _Change:
     context: AbstractContextManager[Any]

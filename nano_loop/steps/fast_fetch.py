@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
-from nano_loop.data.whole_batches import WholeBatches, collate, is_supported, leaves_of
+from nano_loop.data.collate import collate
+from nano_loop.data.whole_batches import WholeBatches, is_supported, leaves_of
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.loaders import LoaderChange, changed
 from nano_loop.patching.torch_private_loaders import collates_as_torch, is_default_collate

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with, weakly
 from nano_loop.patching.optimizers import closure_of, held_by, with_closure
-from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.patch_table import entry_set, process_wide
 from nano_loop.patching.torch_private import below_torch_functions
 from nano_loop.precision.autocast.conversion import convert_data
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -117,7 +116,7 @@ class OptimizerState(Step):
 
     def _surround_modes(self, optimizer: Optimizer, wide: WideWeights) -> None:
         """Let the methods with which schedule-free optimizers swap weights compute in fp32 as well."""
-        undone_with(optimizer, self.undoing).enter_context(_found_as(wide, id(optimizer)))
+        undone_with(optimizer, self.undoing).enter_context(entry_set(_wide_of, id(optimizer), wide))
         for name in _MODES:
             if callable(getattr(type(optimizer), name, None)):
                 self.undoing.enter_context(replaced(type(optimizer), name, _in_fp32))
@@ -135,17 +134,6 @@ class OptimizerState(Step):
 
 _MODES = ("train", "eval")
 _wide_of: dict[int, WideWeights] = process_wide("wide weights, by optimizer", {})
-
-
-@contextmanager
-def _found_as(wide: WideWeights, number: int) -> Iterator[None]:
-    before = {number: _wide_of[number]} if number in _wide_of else {}  # of a run around this one
-    _wide_of[number] = wide
-    try:
-        yield
-    finally:
-        _wide_of.pop(number, None)
-        _wide_of.update(before)
 
 
 def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:

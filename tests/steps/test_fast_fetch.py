@@ -30,7 +30,7 @@ from torch.utils.data import (
 from torch.utils.data._utils import collate as collate_of_torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from nano_loop.data.whole_batches import collate
+from nano_loop.data.collate import collate
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.fast_fetch import FastFetch, _Fetching
 

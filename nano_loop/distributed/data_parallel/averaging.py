@@ -10,7 +10,6 @@ Processes that a rank forks inherit its hooks, but do not take part.
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +38,7 @@ from nano_loop.distributed.data_parallel.gradients import (
 from nano_loop.distributed.data_parallel.mean_losses import means_over_all_ranks
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.distributed.data_parallel.random_draws import RandomDraws, drawing
-from nano_loop.distributed.data_parallel.roots import WeightedRoots
+from nano_loop.distributed.data_parallel.roots import WeightedRoots, mean_loss
 from nano_loop.distributed.data_parallel.witness import Comparison
 from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
 from nano_loop.errors import error_message
@@ -271,7 +270,7 @@ class Averaging:
             return None
         closure = closure_of(args, kwargs)
         if closure is not None:
-            return with_closure(args, kwargs, lambda: _mean(closure(), self._ranks))
+            return with_closure(args, kwargs, lambda: mean_loss(closure(), self._ranks))
         if not self._all_paused():
             self._settle(optimizer)
         return None
@@ -324,19 +323,3 @@ class Averaging:
 
 _OWN = "every rank trains its own copy, and only rank 0's is kept"
 _SET_UP = "Call self.setup(model, optimizer) in train, or make them before and pass them as arguments"
-
-
-def _mean(loss: Any, ranks: Ranks) -> Any:
-    """Return the mean of all ranks' losses, so that line searches decide the same on all ranks."""
-    if not isinstance(loss, (torch.Tensor, float)):
-        return loss
-    split = ranks.context.split
-    if split is None:
-        mean = ranks.mean(torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64))
-    else:
-        own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        values, weights = zip(*ranks.gather_numbers([own, split.weight], AVERAGING), strict=True)
-        # After a backward, every rank has the loss of the whole batch already.
-        total = values[0] if len({*values}) == 1 else sum(map(operator.mul, values, weights)) / ranks.size
-        mean = torch.tensor(total, dtype=loss.dtype if isinstance(loss, torch.Tensor) else torch.float64)
-    return mean if isinstance(loss, torch.Tensor) else float(mean)

@@ -10,6 +10,7 @@ the loop uses them as gradients of parameters, they are weighted when they are a
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 
+from nano_loop.distributed.comm.mismatch import AVERAGING
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.distributed.data_parallel.witness import Comparison, losses_among
 from nano_loop.errors import NanoError, error_message
@@ -93,3 +96,19 @@ def _weighted(root: Any, gradient: torch.Tensor | None, weight: float) -> torch.
         return torch.full_like(root, weight) if root.numel() == 1 else None  # otherwise torch raises
     got, expected = "a backward from a GradientEdge without a gradient", "with split_batches it gets a weight"
     raise NanoError(error_message(got, expected, "Pass grad_tensors, such as torch.ones(())"))
+
+
+def mean_loss(loss: Any, ranks: Ranks) -> Any:
+    """Return the mean of all ranks' losses of a closure, so that line searches decide the same on all ranks."""
+    if not isinstance(loss, (torch.Tensor, float)):
+        return loss
+    split = ranks.context.split
+    if split is None:
+        mean = ranks.mean(torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64))
+    else:
+        own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        values, weights = zip(*ranks.gather_numbers([own, split.weight], AVERAGING), strict=True)
+        # After a backward, every rank has the loss of the whole batch already.
+        total = values[0] if len({*values}) == 1 else sum(map(operator.mul, values, weights)) / ranks.size
+        mean = torch.tensor(total, dtype=loss.dtype if isinstance(loss, torch.Tensor) else torch.float64)
+    return mean if isinstance(loss, torch.Tensor) else float(mean)

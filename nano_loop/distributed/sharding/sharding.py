@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import Any
@@ -18,12 +19,24 @@ from nano_loop.distributed.sharding.own_shares import OwnShares, Source
 from nano_loop.distributed.sharding.shared_sampler_rng import AgreedItems, AgreedState
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.loaders import ClassIteration, LoaderChange, Start
-from nano_loop.patching.thread_depth import ThreadDepth
 
 Loader = DataLoader[Any]
 
+
+class _ThreadDepth(threading.local):
+    """Counts the nested ``with`` bodies that this thread is in; 0 outside of all."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
 #: Entered while a loader fetches a batch: loaders that the dataset itself iterates then are not the loop's.
-serving = ThreadDepth()
+serving = _ThreadDepth()
 
 
 class BatchSharding(LoaderChange):
