@@ -17,7 +17,8 @@ def current_settings() -> list[Callable[[], object]]:
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     checks_nan = torch.is_anomaly_check_nan_enabled()
-    is_flushing = not torch.tensor(1e-40).mul(1.0).item()  # torch does not say
+    # torch has no function that returns it. The program may have set another default dtype or device.
+    is_flushing = not torch.tensor(1e-40, dtype=torch.float32, device="cpu").mul(1.0).item()
     return [
         partial(torch.set_default_dtype, torch.get_default_dtype()),
         partial(torch.use_deterministic_algorithms, is_deterministic, warn_only=warns_only),

@@ -213,6 +213,7 @@ def test_settings_of_torch_travel_and_ranks_of_a_loop_that_seeds_itself_draw_wha
     def train(model):
         settings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
         more = torch.is_anomaly_enabled(), torch.get_autocast_dtype("cpu"), numpy.geterr()["over"], precision()
+        more += (torch.tensor(1e-40, dtype=torch.float32).mul(1.0).item() == 0,)
         torch.manual_seed(9)
         with torch.enable_grad():
             model(torch.ones(1, 1))
@@ -223,6 +224,7 @@ def test_settings_of_torch_travel_and_ranks_of_a_loop_that_seeds_itself_draw_wha
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True)
     torch.set_autocast_dtype("cpu", torch.float16)
+    flushes = torch.set_flush_denormal(True)
     if matmul is not None:
         matmul.fp32_precision = "bf16"  # then torch.get_float32_matmul_precision() raises
     try:
@@ -232,10 +234,11 @@ def test_settings_of_torch_travel_and_ranks_of_a_loop_that_seeds_itself_draw_wha
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
         torch.set_autocast_dtype("cpu", before)
+        torch.set_flush_denormal(False)
         if matmul is not None:
             matmul.fp32_precision = "none"
     assert first == second
-    assert first[:2] == ((torch.float64, True, False), (True, torch.float16, "raise", matmul and "bf16"))
+    assert first[:2] == ((torch.float64, True, False), (True, torch.float16, "raise", matmul and "bf16", flushes))
 
 
 @pytest.mark.parametrize("verbose", [False, "all"])
