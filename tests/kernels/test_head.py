@@ -278,17 +278,30 @@ def test_losses_that_are_kept_hold_nothing_of_the_head():
         assert not head.noted().heads
 
 
-@pytest.mark.parametrize("name", ["weight", "bias"])
+WRITES = {
+    "the weight": lambda head, hidden: head.weight.data.mul_(2),
+    "the bias": lambda head, hidden: head.bias.data.mul_(2),
+    "rows of the weight": lambda head, hidden: head.weight[WORDS // 2 :].data.mul_(2),
+    "the input": lambda head, hidden: hidden.data.mul_(2),
+    "a part of the input": lambda head, hidden: hidden[1:].data.mul_(2),
+}
+
+
+@pytest.mark.parametrize("written", WRITES)
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_logits_that_are_read_after_a_write_by_data_are_what_they_were(name, is_frozen):
+@pytest.mark.parametrize("has_few_rows", [False, True])
+def test_logits_that_are_read_after_a_write_by_data_are_what_they_were(written, is_frozen, has_few_rows):
     def trained(model):
         words, targets = batch()
+        words, targets = (words[:, :4], targets[:, :4].contiguous()) if has_few_rows else (words, targets)
         model.head.requires_grad_(not is_frozen)
-        logits = model(words)
+        hidden = model.inner(model.embedding(words)).detach().requires_grad_()
+        logits = model.head(hidden)
         nano_gpt(logits, targets).backward()
-        assert nn.Parameter(torch.eye(2).to_sparse()).data.is_sparse  # it has no address
-        getattr(model.head, name).data.mul_(2)
-        return logits.argmax(-1), logits.detach()[0].clone()
+        assert nn.Parameter(torch.eye(2).to_sparse()).data.is_sparse  # it has no storage
+        torch.func.grad(lambda x: x.data.sum() + x.sum())(torch.ones(2))  # nor has this tensor
+        WRITES[written](model.head, hidden)
+        return logits.detach()[0].clone(), logits.argmax(-1)
 
     expected, model = trained(model_of()), model_of()
     with accelerated(model, verbose=False):
@@ -296,12 +309,20 @@ def test_logits_that_are_read_after_a_write_by_data_are_what_they_were(name, is_
     torch.testing.assert_close(found, expected)
 
 
-def test_weight_that_is_written_before_the_logits_are_read_is_an_error():
-    model, (words, _) = model_of(), batch()
+@pytest.mark.parametrize("has_few_rows", [False, True])
+@pytest.mark.parametrize("follows", ["nothing", "a step", "a read of .data"])
+def test_weight_that_is_written_before_the_logits_are_read_is_an_error_of_the_read_alone(has_few_rows, follows):
+    model, (words, targets) = model_of(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with accelerated(model, verbose=False):
-        logits = model(words)
+        logits = model(words[:, :4] if has_few_rows else words)
+        nano_gpt(logits, targets[:, :4].contiguous() if has_few_rows else targets).backward()
         with torch.no_grad():
             model.head.weight.mul_(2)
+        if follows == "a step":
+            optimizer.step()
+        elif follows == "a read of .data":
+            model.head.weight.data.clamp_(-1, 1)
         with pytest.raises(RuntimeError, match="Read logits before"):
             logits.sum()
 

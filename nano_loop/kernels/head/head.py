@@ -20,7 +20,7 @@ from nano_loop.kernels.memory import empty
 from nano_loop.patching.optimizers import called_before_steps
 from nano_loop.patching.ownership import Rules, by_rules
 from nano_loop.patching.patch_table import shared_change, value_in_force
-from nano_loop.patching.torch_private import address_of, base_of, below_autocast, version
+from nano_loop.patching.torch_private import base_of, below_autocast, version
 from nano_loop.patching.user_code import users_place
 
 #: Number of logits that are computed at a time, and the minimum number of rows: each chunk of rows is added to the
@@ -160,14 +160,24 @@ class Head:
         if self._is_kept or (by_step and self._is_left_by_steps):
             return
         self._is_kept = True
+        if self._versions_now() != self._versions:  # already written to: reading the logits is an error
+            return
         if self.memory.tensor is None and len(self.hidden) <= self.weight.size(1):
-            self.memory.set(self.logits(slice(None)))
+            self.memory.set(self.logits(slice(None)).view(*self.shape[:-1], self.width))
         if self.memory.tensor is not None:
             self._is_old = True
             return
         self.weight = _copy(self.weight, copies)
         self.bias = None if self.bias is None else _copy(self.bias, copies)
         self._versions = self._versions_now()
+
+    def keep_what_is_in(self, storage: torch.UntypedStorage, copies: dict[int, Tensor]) -> None:
+        """Keep what the logits are computed from if it is in a storage that may be written to next."""
+        if any(item is not None and item.untyped_storage() is storage for item in (self.weight, self.bias)):
+            self.keep(copies, by_step=False)
+        if self.hidden.untyped_storage() is storage and self._versions_now() == self._versions:
+            self.hidden = self.hidden.clone()
+            self._versions = self._versions_now()
 
 
 def remark() -> str | None:
@@ -212,16 +222,12 @@ def _keep_all(notes: _Noted) -> None:
             head.keep(weights)
 
 
-def keep_logits_of(parameter: Tensor) -> None:
-    """Keep what all logits are computed from that have this weight or bias, since the program may write to it."""
-    if parameter.layout is not torch.strided:  # it has no address, and is not a head's
-        return
+def keep_logits_of(tensor: Tensor) -> None:
+    """Keep what logits are computed from that is in the memory of a tensor, since the program may write to it."""
     copies: dict[int, Tensor] = {}
     for reference in [*noted().heads.values()]:
-        if (head := reference()) is not None and any(
-            item is not None and address_of(item) == address_of(parameter) for item in (head.weight, head.bias)
-        ):
-            head.keep(copies, by_step=False)
+        if (head := reference()) is not None:
+            head.keep_what_is_in(tensor.untyped_storage(), copies)
 
 
 @contextmanager

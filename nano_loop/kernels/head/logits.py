@@ -280,14 +280,14 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, rules: Rules)
 def data_replaced() -> AbstractContextManager[None]:
     """Return a context in which ``x.data = logits`` takes their numbers. torch's setter takes their null pointer.
 
-    What is written to ``weight.data`` raises no version, so logits of this weight are kept when it is read.
+    A write to `weight.data` or `weight[0].data` changes no version, so reading `.data` keeps logits of this memory.
     """
     return replaced(Tensor, "data", _with_numbers)
 
 
 def _with_numbers(data: Any) -> property:
     def read(tensor: Tensor) -> Any:
-        if type(tensor) is nn.Parameter:
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not in_functorch():
             keep_logits_of(tensor)
         return data.__get__(tensor)
 
