@@ -362,13 +362,16 @@ def test_layers_and_their_gradients_are_measured_in_a_run_without_changing_its_r
     in_bf16 = {"fast_linear": True} if precision == "bf16" else {}
     assert torch.equal(drawn(**in_bf16), drawn(tune_operators=False, fast_rnn=False))
     in_words = "bf16" if precision == "bf16" else ROUNDED
-    assert {key.split()[0] for key in tuner.choices.all()} == {in_words}
-    shapes = {tuple(key.split()[2:6:2]) for key in tuner.choices.all() if key.split()[1] == "product"}
-    assert shapes == {
+    measured = {tuple(key.split()): choice.algorithm for key, choice in tuner.choices.all().items()}
+    if any(key[:2] == (ROUNDED, "lstm") and algorithm == TORCH for key, algorithm in measured.items()):
+        # The rounded LSTM was not faster, so torch's is measured in fp32 too.
+        measured = {key: algorithm for key, algorithm in measured.items() if key[:2] != ("fp32", "lstm")}
+    assert {key[0] for key in measured} == {in_words}
+    assert {key[2:6:2] for key in measured if key[1] == "product"} == {
         *(("2^7x64", "64x48"), ("2^7x48", "48x40"), ("2^7x40", "40x48"), ("2^7x48", "48x64")),
         *(("40x2^7", "2^7x48"), ("48x2^7", "2^7x64")),
     }
-    assert len([key for key in tuner.choices.all() if key.split()[1] == "lstm"]) == 1
+    assert len([key for key in measured if key[1] == "lstm"]) == 1
 
 
 class Planned:
