@@ -7,6 +7,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import torch
@@ -115,11 +116,7 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
 
     What arrived, gradients, losses and the overlap may differ. NaN equals NaN.
     """
-    counts = ("purpose", "averagings", "steps", "added_parameters", "shapes", "random_state", "batches")
-    if (
-        len({(repr(one.rates), len(one.arrived), *(getattr(one, name) for name in counts)) for one in fingerprints})
-        == 1
-    ):
+    if len({(repr(one.rates), len(one.arrived), *_COUNTS(one)) for one in fingerprints}) == 1:
         return
     for what, value_of in _WORDS:
         ranks: dict[str, list[int]] = {}
@@ -134,6 +131,8 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
             got = f"{what.format(step=fingerprints[0].steps)}: {values}"
             raise NanoWorkerError(error_message(got, "all ranks must take the same steps", _ADVICE), rank=other)
 
+
+_COUNTS = attrgetter("purpose", "averagings", "steps", "added_parameters", "shapes", "random_state", "batches")
 
 #: What has to be the same, in words, in the order in which it is looked at.
 _WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
@@ -224,8 +223,10 @@ class Agreement:
         return fingerprints
 
     def sync_added_parameters(self) -> None:
-        """Give parameters that the loop has added rank 0's values. Collective if there are any."""
-        self._parameters.refresh()
+        """Give parameters that the loop has added rank 0's values. Collective if there are any.
+
+        `Parameters.refresh` finds them.
+        """
         if self._parameters.added_parameters:
             self.exchange("sync", self._parameters.arrived(set()))
             make_equal(self._ranks, self._parameters.added_parameters)

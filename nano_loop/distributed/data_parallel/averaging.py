@@ -160,7 +160,7 @@ class Averaging:
                 self._agreement.sync_added_parameters()
                 if self._roots is not None:
                     trains = any(model.training for model in self._parameters.models)
-                    self._roots.comparison.note_call((args, kwargs), trains=trains)
+                    self._roots.comparison.note_call([*args, *kwargs.values()], trains=trains)
             result = call(*args, **kwargs)
             self._parameters.refresh()  # parameters that the model has added in the call need hooks before the backward
             return result
@@ -246,8 +246,8 @@ class Averaging:
             return
         self._waiting.add(id(parameter))
         self._noted = True
-        if self._task != graph_task():
-            self._task = graph_task()
+        if self._task != (task := graph_task()):
+            self._task = task
             self._overlap.start(allowed=not self._paused and not self._parameters.added_parameters)
             at_end_of_backward(self._end_backward)
         self._overlap.send(parameter)
