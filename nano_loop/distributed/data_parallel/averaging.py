@@ -312,13 +312,13 @@ class Averaging:
             self._waiting |= ready
             self.average()
             return
-        self._wait_for_replaced(set(map(id, held)))
+        self._wait_for_replaced(set(map(id, held)) - self._waiting)
         if self._waiting & ready:
             self.average()
 
     def _wait_for_replaced(self, held: set[int]) -> None:
         """Average gradients that the loop has put in place of means, unless they are equal on all ranks."""
-        in_order = [parameter for parameter in self._parameters.in_order if id(parameter) in held - self._waiting]
+        in_order = [parameter for parameter in self._parameters.in_order if id(parameter) in held]
         replaced = self._averaged.replaced(in_order)
         if not replaced:
             return
