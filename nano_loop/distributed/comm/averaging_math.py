@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -20,7 +21,7 @@ def divide(total: torch.Tensor, count: int) -> None:
         total.div_(count)
 
 
-def set_to_mean(mean: torch.Tensor, rows: torch.Tensor) -> None:
+def set_to_mean(mean: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
     """Set `mean` to the mean of `rows`, with the same bits in each process that computes it.
 
     It adds elements one after another: `torch.sum` adds four rows or more in an order that depends on the threads.

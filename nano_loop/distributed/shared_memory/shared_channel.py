@@ -126,11 +126,11 @@ class SharedChannel:
         words[own_place + _FILES + turn] = self._files > self._files_before
         self._segment.publish(own_place, self._steps)
         self._segment.wait(self._posted, self._steps, what)
-        if any([words[place + _MARKS + turn] != mark for place in self._posted]):  # detected by all ranks
+        if any(words[place + _MARKS + turn] != mark for place in self._posted):  # detected by all ranks
             own_site = memoryview(CallSite.of_this_rank(what).pack()[: self._piece])
             lengths = self._exchange_piece("call sites", own_site, len(own_site))
             sites = {name: bytes(self._current[rank][: lengths[rank]]) for rank, name in enumerate(self._ranks.names)}
             by_name = {name: CallSite.unpack(site) for name, site in sites.items()}
             raise NanoError(mismatch_message(self._ranks.names[self._ranks.rank], by_name))
-        self._moves = self._moves or any([words[place + _FILES + turn] for place in self._posted])
+        self._moves = self._moves or any(words[place + _FILES + turn] for place in self._posted)
         return [words[place + _LENGTHS + turn] for place in self._posted]

@@ -157,7 +157,7 @@ class SharedMemoryTransport:
         if len(batches) != 1 or batches[0].nbytes * (self._size - 1) > _SHORT:
             return None
         (batch,) = batches
-        rows = [self._memory[turn, :-1, : batch.nbytes].view(batch.dtype) for turn in range(2)]
+        rows = [[*self._memory[turn, :-1, : batch.nbytes].view(batch.dtype)] for turn in range(2)]
         mean = torch.empty_like(rows[0][0])
         return _Short([batch.places(row[self._rank]) for row in rows], rows, mean, batch.places(mean))
 
@@ -245,7 +245,7 @@ class _Short:
     """
 
     coming: list[Places]
-    rows: list[torch.Tensor]
+    rows: list[list[torch.Tensor]]
     mean: torch.Tensor
     going: Places
 
