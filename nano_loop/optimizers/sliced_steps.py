@@ -89,7 +89,7 @@ def _step_slices(
 ) -> None:
     """Step a parameter slice by slice. Single numbers, such as the count of steps, change with the last one."""
     size = ELEMENTS * torch.get_num_threads()
-    slices = [tensor.view(-1).split(size) if tensor.dim() else None for tensor in row]
+    slices = [torch.split(tensor.view(-1), size) if tensor.dim() else None for tensor in row]
     count = -(-row[0].numel() // size)
     for place in range(count):
         is_last = place == count - 1
