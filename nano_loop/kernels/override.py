@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -130,6 +130,18 @@ def by_kernel(call: Call) -> Any:
     return call.kernel(*call.tensors, *call.numbers)
 
 
+def is_copy(gradient: Any, tensor: Any) -> bool:
+    """Whether an argument beside the gradient of a backward is a bf16 copy of an fp32 tensor."""
+    if not isinstance(gradient, torch.Tensor) or not isinstance(tensor, torch.Tensor):
+        return False
+    return gradient.dtype is torch.float32 and tensor.dtype is torch.bfloat16
+
+
+def in_fp32(args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments of a backward's operator, the gradient first, with bf16 copies converted to fp32."""
+    return [each.float() if is_copy(args[0], each) else each for each in args]
+
+
 class Override(NamedTuple):
     """A replacement of one of torch's kernels.
 
@@ -160,6 +172,9 @@ class Override(NamedTuple):
         Accepts a call and returns the rules of the model that it belongs to, or None.
     otherwise : callable or None
         Computes the operator if torch does not return its kernel (before 2.9). None: it is not replaced then.
+    reads_copies : bool
+        Whether the operator belongs to a backward and accepts bf16 copies beside an fp32 gradient, its first argument;
+        see `nano_loop.kernels.narrow_copies`. torch's kernel gets them in fp32.
     """
 
     operator: str
@@ -174,6 +189,7 @@ class Override(NamedTuple):
     in_fp16: Callable[[Call, list[torch.Tensor]], Any] | None = None
     rules: Callable[[Call], Rules | None] = lambda call: rules_now()
     otherwise: Callable[..., Any] | None = None
+    reads_copies: bool = False
 
     def in_force(self) -> AbstractContextManager[None]:
         """Return a context in which the kernel is replaced."""
@@ -191,7 +207,9 @@ class Override(NamedTuple):
             call = supports(functools.partial(torch_kernel, keys), *args, **kwargs)
             # The gradient may be None if the program has detached the result.
             result = None if call is None or call.tensors[0] is None else self.computed(call)
-            return torch_kernel(keys, *args, **kwargs) if result is None else result
+            if result is not None:
+                return result
+            return torch_kernel(keys, *(in_fp32(args) if self.reads_copies else args), **kwargs)
 
         return dispatched
 
