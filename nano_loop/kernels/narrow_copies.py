@@ -13,22 +13,21 @@ transforms, modes, and backwards after the run. Tensors that other hooks pack, a
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from nano_loop.kernels.memory import computes_now, is_plain
 from nano_loop.kernels.override import FP32, Algorithm, Call, Override
 from nano_loop.patching.operators import Kernel
-from nano_loop.patching.optimizers import lies_as
+from nano_loop.patching.optimizers import is_dense, lies_as
 from nano_loop.patching.patch_table import users
-from nano_loop.patching.torch_private import has_saved_tensor_hooks, version
+from nano_loop.patching.torch_private import FLASH_KERNEL, base_of, has_saved_tensor_hooks, version
 from nano_loop.patching.torch_private_autograd import in_forward_mode
 
 #: Minimum number of elements of a tensor. Below it, the memory is not worth the Python overhead.
@@ -47,21 +46,23 @@ class _Call(threading.local):
 
     Attributes
     ----------
-    factor : torch.Tensor or None
-        The factor that its graph keeps. None outside of such a call.
-    copy : torch.Tensor or None
-        This factor in bf16, if the product has rounded it.
+    factors : tuple of torch.Tensor
+        The factors that its graph keeps. Empty outside of such a call.
+    copies : dict
+        Those that it has rounded, in bf16, by their position.
     result : tuple of torch.Tensor or None
         Its result in fp32 and, with the same values, in bf16.
     """
 
-    factor: Tensor | None = None
-    copy: Tensor | None = None
+    factors: tuple[Tensor, ...] = ()
     result: tuple[Tensor, Tensor] | None = None
+
+    def __init__(self) -> None:
+        self.copies: dict[int, Tensor] = {}
 
 
 _call = _Call()
-#: The copies of factors, which live as long as a graph keeps them.
+#: The copies of factors, which live as long as a graph keeps them. The key of a view of a whole tensor is that tensor.
 _factors: Any = WeakTensorKeyDictionary()
 #: The bf16 values of the last product's result, until the result is freed or another product is computed: the operator
 #: that reads the result is not known yet.
@@ -71,46 +72,67 @@ _result: Any = WeakTensorKeyDictionary()
 def rounded(factor: Tensor) -> Tensor:
     """Return an fp32 factor of a product in bf16. If the graph keeps the factor, it keeps this copy instead."""
     narrow = factor.bfloat16()
-    if factor is _call.factor:
-        _call.copy = narrow
+    for place, kept in enumerate(_call.factors):
+        if factor is kept:
+            _call.copies[place] = narrow
     return narrow
+
+
+def rounded_once(factor: Tensor) -> Tensor:
+    """Return a factor for a product that rounds while packing: in bf16 only if the graph keeps it and has no copy."""
+    for place, kept in enumerate(_call.factors):
+        if factor is kept:
+            known = _copy_of(factor)
+            if known is None:
+                return rounded(factor)
+            _call.copies[place] = known
+    return factor
 
 
 def widened(narrow: Tensor) -> Tensor:
     """Return a bf16 result of a product in fp32. The graph of a batch norm that reads it keeps the bf16 values."""
     wide = narrow.float()
-    if _call.factor is not None:
+    if _call.factors:
         _call.result = wide, narrow
     return wide
 
 
-def keeping(operator: str, name: str, backward: str) -> Override:
-    """Return an override of a product that keeps its first factor in bf16 if it rounds it.
+def keeping(operator: str, names: Mapping[int, str], backward: str, only_for: int | None = None) -> Override:
+    """Return an override of a product that keeps factors in bf16 if it rounds them.
 
     Parameters
     ----------
     operator : str
         The product.
-    name : str
-        The attribute of its node that has the factor, without ``_saved_``.
+    names : mapping of int to str
+        By the positions of factors in the arguments, the attributes of its node that have them, without ``_saved_``.
     backward : str
         The operator that its backward calls, whose override has `reads_copies`.
+    only_for : int, optional
+        The position of the tensor without whose gradient the node has no factors.
     """
+    places = tuple(names)
 
-    def compute(call: Call) -> Tensor:
+    def compute(call: Call) -> Any:
+        arguments, named = call.details
         assert call.kernel is not None
-        with _recorded(call.tensors[0]) as recorded:
-            out: Tensor = call.kernel(*call.details)
-            copy, result = recorded.copy, recorded.result
-        if copy is not None and out.grad_fn is not None:
-            _keep_factor(out.grad_fn, name, backward, call.tensors[0], copy)
+        with _recorded(call.tensors) as recorded:
+            outs = call.kernel(*arguments, **named)
+            copies, result = recorded.copies, recorded.result
+        out = outs[0] if isinstance(outs, (tuple, list)) else outs
+        if out.grad_fn is not None:
+            for place, copy in copies.items():
+                _keep_factor(out.grad_fn, names[places[place]], backward, call.tensors[place], copy)
         _result.clear()
         if result is not None and result[0] is out:
             _result[out] = _Copy(version(out), lambda: result[1])
-        return out
+        return outs
 
-    def supports(kernel: Kernel, factor: Tensor, *args: Any) -> Call | None:
-        return Call(operator, (factor,), kernel=kernel, details=(factor, *args)) if _is_kept(factor) else None
+    def supports(kernel: Kernel, *args: Any, **named: Any) -> Call | None:
+        factors = tuple(args[place] for place in places)
+        if not all(map(_is_kept, factors)) or not (only_for is None or args[only_for].requires_grad):
+            return None
+        return Call(operator, factors, kernel=kernel, details=(args, named))
 
     return _on_autograd(operator, compute, supports)
 
@@ -139,27 +161,35 @@ def keeping_result(operator: str, name: str, backward: str, reads: Callable[...,
     return _on_autograd(operator, compute, supports)
 
 
-def _on_autograd(
-    operator: str, compute: Callable[[Call], Any], supports: Callable[..., Call | None]
-) -> Override:
+def _on_autograd(operator: str, compute: Callable[[Call], Any], supports: Callable[..., Call | None]) -> Override:
     algorithm = Algorithm("bf16 copies", compute, FP32, is_raced=False)
     return Override(operator, (algorithm,), supports, dispatch_key="AutogradCPU")
 
 
 def _is_kept(x: Tensor) -> bool:
-    """Whether a copy may replace a large tensor that a graph keeps."""
-    if x.dtype is not torch.float32 or x.numel() < MIN_ELEMENTS or not torch.is_grad_enabled():
+    """Whether a copy may replace a large tensor that a graph keeps, and that the program will drop: not a leaf."""
+    if x.dtype is not torch.float32 or x.numel() < MIN_ELEMENTS or x.grad_fn is None or not torch.is_grad_enabled():
+        return False
+    if _is_needed_by_its_node(x):
         return False
     return is_plain(x, FP32) and computes_now() and not in_forward_mode() and not has_saved_tensor_hooks()
 
 
 @contextmanager
-def _recorded(factor: Tensor) -> Iterator[_Call]:
-    _call.factor = factor
+def _recorded(factors: tuple[Tensor, ...]) -> Iterator[_Call]:
+    _call.factors = factors
     try:
         yield _call
     finally:
-        _call.factor = _call.copy = _call.result = None
+        _call.factors, _call.copies, _call.result = (), {}, None
+
+
+def _memory_of(tensor: Tensor) -> Tensor | None:
+    """Return the dense tensor that a tensor is or shows in full, or None."""
+    if not is_dense(tensor):
+        return None
+    base = base_of(tensor)
+    return base if base.numel() == tensor.numel() and base.dtype is tensor.dtype and is_dense(base) else None
 
 
 def _copy_in(copies: Any, tensor: Tensor) -> Tensor | None:
@@ -167,17 +197,45 @@ def _copy_in(copies: Any, tensor: Tensor) -> Tensor | None:
     return None if known is None or known.version != version(tensor) else known.values()
 
 
+def _copy_of(factor: Tensor) -> Tensor | None:
+    """Return the copy of a factor that a graph keeps already, with the factor's strides."""
+    memory = _memory_of(factor)
+    known = None if memory is None else _copy_in(_factors, memory)
+    return None if known is None else _laid_out_as(factor, known)
+
+
+def _laid_out_as(tensor: Tensor, copy: Tensor) -> Tensor:
+    """Return a copy of a dense tensor with the shape and strides of another one that shows the same memory."""
+    return copy if lies_as(copy, tensor) else copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset())
+
+
 def _keep_factor(node: Any, name: str, backward: str, factor: Tensor, copy: Tensor) -> None:
-    known = _copy_in(_factors, factor)
+    known = _copy_of(factor)
     if known is None:  # otherwise another product has kept the same factor
-        known = copy
-        _factors[factor] = _Copy(version(factor), weakref.ref(copy))
-        _keep_output(factor, copy)
+        known, memory = copy, _memory_of(factor)
+        if memory is not None:
+            _factors[memory] = _Copy(version(memory), TensorWeakRef(copy))
+            _keep_output(memory, copy)
     _pack(node, name, backward, known)
 
 
 #: The nodes that keep their output, by name: the attribute that has it, and the operator that reads it.
-_KEEP_OUTPUT = {"ReluBackward0": ("result", "threshold_backward")}
+_KEEP_OUTPUT = {
+    "ReluBackward0": ("result", "threshold_backward"),
+    "ScaledDotProductFlashAttentionForCpuBackward0": ("output", f"{FLASH_KERNEL}_backward"),
+}
+
+
+#: Attributes in which nodes keep their output.
+_OUTPUTS = ("_raw_saved_result", "_raw_saved_output")
+
+
+def _is_needed_by_its_node(tensor: Tensor) -> bool:
+    """Whether the node that computed a tensor keeps it in fp32, as that of tanh: a copy would take more memory."""
+    node: Any = base_of(tensor).grad_fn
+    if node is None or node.name() in _KEEP_OUTPUT:
+        return False
+    return any(hasattr(node, name) for name in _OUTPUTS)
 
 
 def _keep_output(tensor: Tensor, copy: Tensor) -> None:
@@ -192,7 +250,7 @@ def _keep_output(tensor: Tensor, copy: Tensor) -> None:
     except RuntimeError:  # it was written to since then, which the backward reports
         return
     if output.data_ptr() == tensor.data_ptr() and output.dtype is torch.float32 and lies_as(output, tensor):
-        _pack(node, name, backward, copy)
+        _pack(node, name, backward, _laid_out_as(tensor, copy))
 
 
 def _pack(node: Any, name: str, backward: str, narrow: Tensor) -> None:

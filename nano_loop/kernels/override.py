@@ -18,6 +18,7 @@ import torch
 from nano_loop.kernels.memory import attempt, is_plain
 from nano_loop.patching.operators import Kernel, overridden
 from nano_loop.patching.ownership import Rules, rules_now
+from nano_loop.patching.torch_private_autograd import current_node_number
 from nano_loop.policy.product_precision import is_large
 
 #: The names of algorithms: torch's kernel, a C function, and one that rounds the inputs of an fp32 product.
@@ -131,15 +132,17 @@ def by_kernel(call: Call) -> Any:
 
 
 def is_copy(gradient: Any, tensor: Any) -> bool:
-    """Whether an argument beside the gradient of a backward is a bf16 copy of an fp32 tensor."""
-    if not isinstance(gradient, torch.Tensor) or not isinstance(tensor, torch.Tensor):
-        return False
-    return gradient.dtype is torch.float32 and tensor.dtype is torch.bfloat16
+    """Whether a tensor beside the gradient of a backward is a bf16 copy of an fp32 tensor."""
+    are_tensors = isinstance(gradient, torch.Tensor) and isinstance(tensor, torch.Tensor)
+    return are_tensors and gradient.dtype is torch.float32 and tensor.dtype is torch.bfloat16
 
 
 def in_fp32(args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of a backward's operator, the gradient first, with bf16 copies converted to fp32."""
-    return [each.float() if is_copy(args[0], each) else each for each in args]
+    """Return the arguments of a backward's operator with bf16 copies converted to fp32, if one of them is in fp32."""
+    tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    if current_node_number() is None or not any(each.dtype is torch.float32 for each in tensors):
+        return args
+    return [each.float() if getattr(each, "dtype", None) is torch.bfloat16 else each for each in args]
 
 
 class Override(NamedTuple):

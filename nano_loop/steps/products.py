@@ -68,13 +68,15 @@ def _has_large_weights(model: nn.Module) -> bool:
 
 
 _KINDS = (
-    _Kind(PRODUCT, linear.OVERRIDES, _has_large_weights, product.KERNEL),
+    _Kind(PRODUCT, (*linear.OVERRIDES, *linear.WITH_COPIES, activations.RELU), _has_large_weights, product.KERNEL),
     _Kind(
         CONVOLUTION,
         (*convolution.OVERRIDES, *blocked_convolution.OVERRIDES, *norms.WITH_COPIES, activations.RELU),
         has_convolutions,
     ),
-    _Kind(ATTENTION, flash_attention.OVERRIDES, has_attention, blocked_attention.KERNEL),
+    _Kind(
+        ATTENTION, (*flash_attention.OVERRIDES, flash_attention.WITH_COPIES), has_attention, blocked_attention.KERNEL
+    ),
     _Kind(LSTM, (), lambda model: has_modules(model, (nn.LSTM,)), recurrence.KERNEL),
 )
 

@@ -175,7 +175,7 @@ OVERRIDES = (
         product=CONVOLUTION,
         factors=2,
     ),
-    narrow_copies.keeping("convolution", "input", "convolution_backward"),
+    narrow_copies.keeping("convolution", {0: "input"}, "convolution_backward"),
 )
 
 
