@@ -28,7 +28,7 @@ from nano_loop.patching.operators import Kernel
 from nano_loop.patching.optimizers import is_dense, lies_as
 from nano_loop.patching.patch_table import users
 from nano_loop.patching.torch_private import FLASH_KERNEL, base_of, has_saved_tensor_hooks, version
-from nano_loop.patching.torch_private_autograd import in_forward_mode
+from nano_loop.patching.torch_private_autograd import in_forward_mode, replace_saved, saved_output, saves_output
 
 #: Minimum number of elements of a tensor. Below it, the memory is not worth the Python overhead.
 MIN_ELEMENTS = 1 << 18
@@ -149,7 +149,7 @@ def keeping_result(operator: str, name: str, backward: str, reads: Callable[...,
         outs = call.kernel(*call.details)
         node, narrow = outs[0].grad_fn, _copy_in(_result, call.tensors[0])
         if node is not None and narrow is not None:
-            _pack(node, name, backward, narrow)
+            replace_saved(node, name, narrow, partial(_unpacked, backward))
         return outs
 
     def supports(kernel: Kernel, *args: Any) -> Call | None:
@@ -216,7 +216,7 @@ def _keep_factor(node: Any, name: str, backward: str, factor: Tensor, copy: Tens
         if memory is not None:
             _factors[memory] = _Copy(version(memory), TensorWeakRef(copy))
             _keep_output(memory, copy)
-    _pack(node, name, backward, known)
+    replace_saved(node, name, known, partial(_unpacked, backward))
 
 
 #: The nodes that keep their output, by name: the attribute that has it, and the operator that reads it.
@@ -226,35 +226,24 @@ _KEEP_OUTPUT = {
 }
 
 
-#: Attributes in which nodes keep their output.
-_OUTPUTS = ("_raw_saved_result", "_raw_saved_output")
-
-
 def _is_needed_by_its_node(tensor: Tensor) -> bool:
     """Whether the node that computed a tensor keeps it in fp32, as that of tanh: a copy would take more memory."""
     node: Any = base_of(tensor).grad_fn
-    if node is None or node.name() in _KEEP_OUTPUT:
-        return False
-    return any(hasattr(node, name) for name in _OUTPUTS)
+    return node is not None and node.name() not in _KEEP_OUTPUT and saves_output(node)
 
 
 def _keep_output(tensor: Tensor, copy: Tensor) -> None:
-    """Let the node that has computed a tensor keep the copy, too."""
+    """Let the node that has computed a tensor keep the copy, too, unless the tensor was written to since then."""
     node: Any = tensor.grad_fn
     kept = None if node is None else _KEEP_OUTPUT.get(node.name())
     if kept is None:
         return
     name, backward = kept
-    try:
-        output: Tensor = getattr(node, f"_saved_{name}")
-    except RuntimeError:  # it was written to since then, which the backward reports
+    output = saved_output(node, name)
+    if output is None or output.dtype is not torch.float32:
         return
-    if output.data_ptr() == tensor.data_ptr() and output.dtype is torch.float32 and lies_as(output, tensor):
-        _pack(node, name, backward, _laid_out_as(tensor, copy))
-
-
-def _pack(node: Any, name: str, backward: str, narrow: Tensor) -> None:
-    getattr(node, f"_raw_saved_{name}").register_hooks(lambda _: narrow, partial(_unpacked, backward))
+    if output.data_ptr() == tensor.data_ptr() and lies_as(output, tensor):
+        replace_saved(node, name, _laid_out_as(tensor, copy), partial(_unpacked, backward))
 
 
 def _unpacked(backward: str, narrow: Tensor) -> Tensor:
