@@ -16,6 +16,7 @@ from nano_loop.kernels import memory
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.override import BF16, COMPILED, FP32, Algorithm, Call, Override, is_copy
 from nano_loop.patching.operators import Kernel
+from nano_loop.patching.optimizers import laid_out_as, lies_as
 
 _BF16 = memory.BF16._replace(layout=memory.DENSE)
 _FP32 = memory.FP32._replace(layout=memory.DENSE)
@@ -61,15 +62,14 @@ OVERRIDES = tuple(
 
 
 def _supports_relu(kernel: Kernel, gradient: Tensor, output: Tensor, threshold: float) -> Call | None:
-    if threshold != 0 or not is_copy(gradient, output):
+    if threshold != 0 or not is_copy(gradient, output) or gradient.shape != output.shape:
         return None
     return Call("gradient of ReLU", (gradient, output), kernel=kernel)
 
 
 def _of_relu(call: Call) -> Tensor:
     gradient, output = call.tensors
-    form = torch.contiguous_format if output.is_contiguous() else torch.channels_last
-    return computed("relu_backward", gradient.contiguous(memory_format=form), output)
+    return computed("relu_backward", gradient if lies_as(gradient, output) else laid_out_as(output, gradient), output)
 
 
 _OF_RELU = Algorithm("mixed", _of_relu, FP32, is_raced=False)

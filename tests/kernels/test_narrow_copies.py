@@ -153,7 +153,7 @@ def test_factors_results_and_outputs_are_kept_in_bf16():
     assert of_images["Convolution", "input"] == of_images["Relu", "result"] == {BF16}
     if not products.blocked_convolution.KERNEL.uses_amx:  # whose sums are in fp32
         assert of_images["NativeBatchNorm", "input"] == {BF16}
-    of_words = accelerated(kept, *map(lambda each: each, built("attention")))
+    of_words = accelerated(kept, *built("attention"))
     names = ("query", "key", "value", "output")
     assert of_words["Addmm", "mat1"] == {BF16}
     assert {*map(str, (of_words["ScaledDotProductFlashAttentionForCpu", each] for each in names))} == {str({BF16})}
@@ -206,7 +206,9 @@ def test_second_derivatives_transforms_and_hooks_get_fp32(name, kept_in_fp32):
 
     def train(model, x):
         first = gradients(model, x, create_graph=True)
-        second = torch.autograd.grad(first[0].square().sum(), [*model.parameters()], allow_unused=True)
+        second = []
+        if not isinstance(model, Attending):  # torch's attention has no second derivative
+            second = torch.autograd.grad(first[0].square().sum(), [*model.parameters()], allow_unused=True)
         batched = torch.autograd.grad(
             model(x), x, torch.ones(2, *model(x).shape), is_grads_batched=True, materialize_grads=True
         )
@@ -354,6 +356,6 @@ def test_gradients_are_those_of_the_values_before_a_write():
     ],
 )
 def test_tensors_that_stay_anyway_are_not_copied(model, name):
-    kept = accelerated(lambda model, x: kept_by(model(x.mul(2))), model, leaf(torch.randn(ROWS)))
+    kept = accelerated(lambda model, x: kept_by(model(x)), model, leaf(torch.randn(ROWS)))
     assert kept.get(("Addmm", name), {FP32}) == {FP32}
     assert BF16 not in {dtype for (operator, _), dtypes in kept.items() for dtype in dtypes if operator != "Relu"}

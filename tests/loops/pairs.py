@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader
 
 import nano_loop
 from nano_loop.cpu import read_machine
-from nano_loop.kernels import bernoulli
+from nano_loop.kernels import bernoulli, narrow_copies
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import gradient_plans
-from nano_loop.kernels import narrow_copies
 from nano_loop.kernels.linear import product
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.policy import product_precision

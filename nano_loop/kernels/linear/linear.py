@@ -36,7 +36,7 @@ def _supports(
 ) -> Call | None:
     """Return alpha a b + beta bias for matrices or equally many batches of them, if it is large enough."""
     *added, a, b = args
-    is_fp32 = a.dtype is torch.float32
+    is_fp32 = torch.float32 in (a.dtype, b.dtype)  # one may be a bf16 copy
     if (not is_fp32 and a.dtype is not torch.bfloat16) or a.dim() != dimensions or b.dim() != dimensions:
         return None
     multiplications = a.numel() * b.size(-1)
