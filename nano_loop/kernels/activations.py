@@ -67,11 +67,11 @@ def _supports_relu(kernel: Kernel, gradient: Tensor, output: Tensor, threshold: 
     return Call("gradient of ReLU", (gradient, output), kernel=kernel)
 
 
-def _of_relu(call: Call) -> Tensor:
+def _relu_gradient(call: Call) -> Tensor:
     gradient, output = call.tensors
     return computed("relu_backward", gradient if lies_as(gradient, output) else laid_out_as(output, gradient), output)
 
 
-_OF_RELU = Algorithm("mixed", _of_relu, FP32, is_raced=False)
+_RELU_GRADIENT = Algorithm("mixed", _relu_gradient, FP32, is_raced=False)
 #: The gradient of a ReLU whose output the graph has in bf16.
-RELU = Override("threshold_backward", (_OF_RELU,), _supports_relu, reads_copies=True)
+RELU = Override("threshold_backward", (_RELU_GRADIENT,), _supports_relu, reads_copies=True)

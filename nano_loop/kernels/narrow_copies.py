@@ -12,7 +12,6 @@ transforms, modes, and backwards after the run. Tensors that other hooks pack, a
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +25,7 @@ from nano_loop.kernels.memory import computes_now, is_plain
 from nano_loop.kernels.override import FP32, Algorithm, Call, Override
 from nano_loop.patching.operators import Kernel
 from nano_loop.patching.optimizers import is_dense, lies_as
+from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import users
 from nano_loop.patching.torch_private import FLASH_KERNEL, base_of, has_saved_tensor_hooks, version
 from nano_loop.patching.torch_private_autograd import in_forward_mode, replace_saved, saved_output, saves_output
@@ -41,59 +41,67 @@ class _Copy(NamedTuple):
     values: Callable[[], Tensor | None]
 
 
-class _Call(threading.local):
-    """The call of a product in this thread.
+class _State:
+    """The state of a thread.
 
     Attributes
     ----------
     factors : tuple of torch.Tensor
-        The factors that its graph keeps. Empty outside of such a call.
+        The factors that the graph of the current product keeps. Empty outside of such a call.
     copies : dict
         Those that it has rounded, in bf16, by their position.
     result : tuple of torch.Tensor or None
         Its result in fp32 and, with the same values, in bf16.
+    kept : WeakTensorKeyDictionary
+        The copies of factors, which live as long as a graph keeps them, by the tensor that has the factor's memory.
+    last : WeakTensorKeyDictionary
+        The bf16 values of the last product's result, until the result is freed or another product is computed: the
+        operator that reads the result is not known yet.
     """
 
-    factors: tuple[Tensor, ...] = ()
-    result: tuple[Tensor, Tensor] | None = None
-
     def __init__(self) -> None:
+        self.factors: tuple[Tensor, ...] = ()
         self.copies: dict[int, Tensor] = {}
+        self.result: tuple[Tensor, Tensor] | None = None
+        self.kept: Any = WeakTensorKeyDictionary()
+        self.last: Any = WeakTensorKeyDictionary()
 
 
-_call = _Call()
-#: The copies of factors, which live as long as a graph keeps them. The key of a view of a whole tensor is that tensor.
-_factors: Any = WeakTensorKeyDictionary()
-#: The bf16 values of the last product's result, until the result is freed or another product is computed: the operator
-#: that reads the result is not known yet.
-_result: Any = WeakTensorKeyDictionary()
+def _state() -> _State:
+    if call_state.copies is None:
+        call_state.copies = _State()
+    state: _State = call_state.copies
+    return state
 
 
 def rounded(factor: Tensor) -> Tensor:
     """Return an fp32 factor of a product in bf16. If the graph keeps the factor, it keeps this copy instead."""
     narrow = factor.bfloat16()
-    for place, kept in enumerate(_call.factors):
+    state = _state()
+    for place, kept in enumerate(state.factors):
         if factor is kept:
-            _call.copies[place] = narrow
+            state.copies[place] = narrow
     return narrow
 
 
 def rounded_once(factor: Tensor) -> Tensor:
     """Return a factor for a product that rounds while packing: in bf16 only if the graph keeps it and has no copy."""
-    for place, kept in enumerate(_call.factors):
+    state = _state()
+    for place, kept in enumerate(state.factors):
         if factor is kept:
             known = _copy_of(factor)
             if known is None:
                 return rounded(factor)
-            _call.copies[place] = known
+            state.copies[place] = known
     return factor
 
 
 def widened(narrow: Tensor) -> Tensor:
     """Return a bf16 result of a product in fp32. The graph of a batch norm that reads it keeps the bf16 values."""
     wide = narrow.float()
-    if _call.factors:
-        _call.result = wide, narrow
+    state = _state()
+    if state.factors:
+        state.result = wide, narrow
     return wide
 
 
@@ -123,9 +131,10 @@ def keeping(operator: str, names: Mapping[int, str], backward: str, only_for: in
         if out.grad_fn is not None:
             for place, copy in copies.items():
                 _keep_factor(out.grad_fn, names[places[place]], backward, call.tensors[place], copy)
-        _result.clear()
+        last = _state().last
+        last.clear()
         if result is not None and result[0] is out:
-            _result[out] = _Copy(version(out), lambda: result[1])
+            last[out] = _Copy(version(out), lambda: result[1])
         return outs
 
     def supports(kernel: Kernel, *args: Any, **named: Any) -> Call | None:
@@ -147,14 +156,14 @@ def keeping_result(operator: str, name: str, backward: str, reads: Callable[...,
     def compute(call: Call) -> Any:
         assert call.kernel is not None
         outs = call.kernel(*call.details)
-        node, narrow = outs[0].grad_fn, _copy_in(_result, call.tensors[0])
+        node, narrow = outs[0].grad_fn, _copy_in(_state().last, call.tensors[0])
         if node is not None and narrow is not None:
             replace_saved(node, name, narrow, partial(_unpacked, backward))
         return outs
 
     def supports(kernel: Kernel, *args: Any) -> Call | None:
         x = args[0]
-        if not _is_kept(x) or _copy_in(_result, x) is None or not reads(*args):
+        if not _is_kept(x) or _copy_in(_state().last, x) is None or not reads(*args):
             return None
         return Call(operator, (x,), kernel=kernel, details=args)
 
@@ -176,12 +185,13 @@ def _is_kept(x: Tensor) -> bool:
 
 
 @contextmanager
-def _recorded(factors: tuple[Tensor, ...]) -> Iterator[_Call]:
-    _call.factors = factors
+def _recorded(factors: tuple[Tensor, ...]) -> Iterator[_State]:
+    state = _state()
+    state.factors = factors
     try:
-        yield _call
+        yield state
     finally:
-        _call.factors, _call.copies, _call.result = (), {}, None
+        state.factors, state.copies, state.result = (), {}, None
 
 
 def _memory_of(tensor: Tensor) -> Tensor | None:
@@ -200,7 +210,7 @@ def _copy_in(copies: Any, tensor: Tensor) -> Tensor | None:
 def _copy_of(factor: Tensor) -> Tensor | None:
     """Return the copy of a factor that a graph keeps already, with the factor's strides."""
     memory = _memory_of(factor)
-    known = None if memory is None else _copy_in(_factors, memory)
+    known = None if memory is None else _copy_in(_state().kept, memory)
     return None if known is None else _laid_out_as(factor, known)
 
 
@@ -214,7 +224,7 @@ def _keep_factor(node: Any, name: str, backward: str, factor: Tensor, copy: Tens
     if known is None:  # otherwise another product has kept the same factor
         known, memory = copy, _memory_of(factor)
         if memory is not None:
-            _factors[memory] = _Copy(version(memory), TensorWeakRef(copy))
+            _state().kept[memory] = _Copy(version(memory), TensorWeakRef(copy))
             _keep_output(memory, copy)
     replace_saved(node, name, known, partial(_unpacked, backward))
 

@@ -139,10 +139,10 @@ def is_copy(gradient: Any, tensor: Any) -> bool:
 
 def in_fp32(args: Sequence[Any]) -> Sequence[Any]:
     """Return the arguments of a backward's operator with bf16 copies converted to fp32, if one of them is in fp32."""
-    tensors = [each for each in args if isinstance(each, torch.Tensor)]
-    if current_node_number() is None or not any(each.dtype is torch.float32 for each in tensors):
+    tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+    if current_node_number() is None or all(tensor.dtype is not torch.float32 for tensor in tensors):
         return args
-    return [each.float() if getattr(each, "dtype", None) is torch.bfloat16 else each for each in args]
+    return [argument.float() if getattr(argument, "dtype", None) is torch.bfloat16 else argument for argument in args]
 
 
 class Override(NamedTuple):

@@ -17,7 +17,7 @@ from nano_loop.kernels.attention import blocked_attention, flash_attention
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.convolution import blocked_convolution, convolution
 from nano_loop.kernels.linear import linear, product
-from nano_loop.kernels.norm import norms
+from nano_loop.kernels.norm.copied_inputs import COPIED_INPUTS
 from nano_loop.kernels.override import Override
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
@@ -71,7 +71,7 @@ _KINDS = (
     _Kind(PRODUCT, (*linear.OVERRIDES, *linear.WITH_COPIES, activations.RELU), _has_large_weights, product.KERNEL),
     _Kind(
         CONVOLUTION,
-        (*convolution.OVERRIDES, *blocked_convolution.OVERRIDES, *norms.WITH_COPIES, activations.RELU),
+        (*convolution.OVERRIDES, *blocked_convolution.OVERRIDES, *COPIED_INPUTS, activations.RELU),
         has_convolutions,
     ),
     _Kind(

@@ -111,10 +111,10 @@ def _in_c(kernel: CompiledKernel, call: Call) -> tuple[Tensor, ...]:
 def _supports_rounding(call: Call) -> bool:
     """Whether attention can be computed in blocks from these tensors, rounded to bf16."""
     query, key, value, mask = call.tensors[-4:]
-    of_factors = (*FP32, *BF16) if call.details.outs else FP32  # a backward may get bf16 copies
+    factor_dtypes = (*FP32, *BF16) if call.details.outs else FP32  # a backward may get bf16 copies
     if query.size(0) != key.size(0) or key.shape[:-1] != value.shape[:-1] or query.size(-1) != key.size(-1):
         return False
-    if not all(is_plain(tensor, of_factors) for tensor in (query, key, value)):
+    if not all(is_plain(tensor, factor_dtypes) for tensor in (query, key, value)):
         return False
     if not all(is_plain(tensor, FP32) for tensor in (call.tensors[0], mask) if tensor is not None):
         return False

@@ -182,8 +182,8 @@ OVERRIDES = (
 def can_round(call: Call, first: int, groups: int) -> bool:
     """Whether rounding the tensors of a convolution to bf16, starting with index `first`, can make it faster."""
     inputs, weight = call.tensors[first : first + 2]
-    of_inputs = (*override.FP32, *override.BF16) if first else override.FP32  # a backward may get a bf16 copy
-    if groups != 1 or not is_plain(inputs, of_inputs) or not is_plain(weight, override.FP32):
+    input_dtypes = (*override.FP32, *override.BF16) if first else override.FP32  # a backward may get a bf16 copy
+    if groups != 1 or not is_plain(inputs, input_dtypes) or not is_plain(weight, override.FP32):
         return False
     layout = _LAYOUTS.get(inputs.dim())
     return layout is not None and not inputs.is_contiguous() and inputs.is_contiguous(memory_format=layout)

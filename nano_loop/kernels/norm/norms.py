@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_loop.kernels import narrow_copies, override
+from nano_loop.kernels import override
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.memory import DENSE, FLOATS, FP32, attempt, empty, is_plain
 from nano_loop.kernels.override import BF16, COMPILED, Algorithm, Call, Override
@@ -120,10 +120,6 @@ def shape_of(x: Tensor, layout: Layout, together: bool = False) -> _Shape:
     one = together and layout.is_nhwc
     segments, rows = (1, layout.images * layout.pixels) if one else (layout.images, layout.pixels)
     return _Shape(segments, rows, layout.channels, layout.is_nhwc, x.dtype is torch.bfloat16)
-
-
-#: `bf16` of a ``Shape`` if only the input of a backward is in bf16.
-_MIXED = 2
 
 
 def supports_rows(x: Tensor, shape: Sequence[int]) -> bool:
@@ -245,7 +241,7 @@ def batch_norm_backward(
         return None
     shape = shape_of(x, layout, together=True)
     if override.is_copy(gradient, x):
-        shape.bf16 = _MIXED
+        shape.bf16 = 2  # MIXED
     with exchanging(shape, exchange):
         return _gradients("batch_norm", (shape,), gradient, x, weight, means, inverses, mask)
 
@@ -327,55 +323,33 @@ def layer_norm_backward(
 
 
 def _reads_copy(call: Call) -> bool:
+    """Whether this is a backward with a bf16 copy of the input; see `nano_loop.kernels.narrow_copies`."""
     return override.is_copy(call.tensors[0], call.numbers[0])
 
 
-def _override(compute: _Compute) -> Override:
-    by_compute = functools.partial(_computed, compute)
-    mixed = Algorithm("mixed", by_compute, override.FP32, supports=_reads_copy, is_raced=False)
-    others = (
-        Algorithm(COMPILED, by_compute, BF16, is_raced=False),
-        Algorithm(
-            COMPILED,
-            by_compute,
-            override.FP32,
-            supports=lambda call: not _reads_copy(call),
-            kernel=KERNEL.name,
-        ),
-    )
-    name, reads_copies = f"native_{compute.__name__}", compute is batch_norm_backward
-    algorithms = (mixed, *others) if reads_copies else others
-    return Override(name, algorithms, functools.partial(_supports, compute.__name__), reads_copies=reads_copies)
-
-
 OVERRIDES = tuple(
-    map(
-        _override,
+    Override(
+        f"native_{compute.__name__}",
         (
-            *(batch_norm, batch_norm_backward, group_norm, group_norm_backward),
-            *(layer_norm, layer_norm_backward),
+            Algorithm(COMPILED, functools.partial(_computed, compute), BF16, is_raced=False),
+            Algorithm(
+                *("mixed", functools.partial(_computed, compute), override.FP32),
+                supports=_reads_copy,
+                is_raced=False,
+            ),
+            Algorithm(
+                *(COMPILED, functools.partial(_computed, compute), override.FP32),
+                supports=lambda call: not _reads_copy(call),
+                kernel=KERNEL.name,
+            ),
         ),
+        functools.partial(_supports, compute.__name__),
+        reads_copies=compute is batch_norm_backward,
     )
-)
-
-
-def _trains(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    training: bool,
-    *others: Any,
-) -> bool:
-    """Whether the backward of this batch norm reads the input, and supports a bf16 copy of it."""
-    return training and KERNEL.unavailable is None and layout_of(x) is not None
-
-
-#: Batch norms that keep the rounded result of a convolution in bf16, and their backward.
-WITH_COPIES = (
-    narrow_copies.keeping_result("native_batch_norm", "input", "native_batch_norm_backward", _trains),
-    next(each for each in OVERRIDES if each.reads_copies),
+    for compute in (
+        *(batch_norm, batch_norm_backward, group_norm, group_norm_backward),
+        *(layer_norm, layer_norm_backward),
+    )
 )
 
 
@@ -406,7 +380,7 @@ def _gradients(
     gradient, means, inverses = gradient.contiguous(memory_format=form), means.contiguous(), inverses.contiguous()
     weights = weight.shape if weight is not None else (sizes[1] if norm == "layer_norm" else x.size(1),)
     weight_gradient, bias_gradient = (empty(*weights) if is_needed else None for is_needed in mask[1:])
-    of_input = torch.empty_like(x, dtype=gradient.dtype) if mask[0] else None
-    gradients = of_input, weight_gradient, bias_gradient
+    input_gradient = torch.empty_like(x, dtype=gradient.dtype) if mask[0] else None
+    gradients = input_gradient, weight_gradient, bias_gradient
     first = (gradient, x, *sizes) if norm == "layer_norm" else (*sizes, gradient, x)
     return gradients if KERNEL(f"{norm}_backward", *first, weight, means, inverses, *gradients) else None
