@@ -222,6 +222,8 @@ class Override(NamedTuple):
         if rules is None:
             return None
         policy, dtype = rules.policy, call.tensors[0].dtype
+        if any(factor.dtype is torch.float32 for factor in self._factors(call)):
+            dtype = torch.float32  # the first factor may be a bf16 copy
         rounds = bool(self.product) and policy is not None and dtype is torch.float32
         if policy is not None and rounds:
             rounds = policy.may_round(self.product, call.multiplications)

@@ -154,7 +154,6 @@ def _default(call: Call) -> str:
 
 
 _ALGORITHMS = (
-    Algorithm("mixed", _rounded, BF16, supports=_reads_copy, is_raced=False),
     Algorithm("mixed", _rounded, FP32, is_exact=False, supports=_reads_copy, is_raced=False),
     Algorithm(BLOCKS, _in_blocks, BF16, supports=_supports_blocks),
     Algorithm(ROUNDED, _rounded, FP32, is_exact=False, supports=_supports_rounding),
