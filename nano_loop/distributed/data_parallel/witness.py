@@ -104,19 +104,15 @@ class Witness(LoaderChange):
         return self._noting(iteration.start())
 
     def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        while True:
-            self._loads = True
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                self._loads = False
-            self._evaluates = not torch.is_grad_enabled()
+        self._loads = True
+        for batch in batches:
+            self._loads, self._evaluates = False, not torch.is_grad_enabled()
             if not self._evaluates:
                 self._sums, self._states = batch_sums(batch), process_states()
                 self._batches, self._draws = self._batches + 1, []
             yield batch
+            self._loads = True
+        self._loads = False
 
     def _note_draw(self, tensor: torch.Tensor, generator: torch.Generator | None, fill: Any, is_mask: bool) -> None:
         is_evaluations = self._evaluates and not torch.is_grad_enabled()
