@@ -295,11 +295,14 @@ class Comparison:
             raise NanoError(error_message(got, _RULE, _WAYS))
 
     def _wrong_layer(self, ids: Sequence[int], distances: Sequence[float], sizes: Sequence[float]) -> list[int]:
-        """Return the places of the parameters of a last layer if the gradients of all of them differ."""
+        """Return the places of the parameters of a last layer if some gradients of it differ and none is equal."""
         least = _OF_ALL * self._tolerance * math.hypot(*sizes)
         for layer in self._last_layers:
             places = [place for place, one in enumerate(ids) if one in layer and one not in self._earlier]
-            if places and all(distances[place] > max(least, self._tolerance * sizes[place]) for place in places):
+            own = [(distances[place], sizes[place]) for place in places]
+            if any(off > max(least, self._tolerance * size) for off, size in own) and not any(
+                off <= self._tolerance * size and size > least for off, size in own
+            ):
                 return places
         return []
 
