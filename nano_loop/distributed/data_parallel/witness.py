@@ -154,7 +154,8 @@ class Witness(LoaderChange):
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Report gradients that no backward has computed since the last step, but the loop itself."""
-        is_own = self._at_step.get(id(optimizer), 0) == self._reports and closure_of(args, kwargs) is None
+        is_own = self._at_step.get(id(optimizer), 0) == self._reports and not in_backward()
+        is_own = is_own and closure_of(args, kwargs) is None
         is_set_up = any(one is optimizer for one in self._parameters.optimizers)
         if is_own and is_set_up and any(parameter.grad is not None for parameter in held_by(optimizer)):
             self._losses = []

@@ -608,7 +608,7 @@ def test_functions_and_classes_of_a_script_arrive_by_value_and_pickle_finds_them
     script, folder = tmp_path / "script.py", tmp_path / "folder"
     script.write_text(SCRIPT)
     folder.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[3]}:{Path(__file__).parents[2]}"}
     subprocess.run([sys.executable, script, folder], env=environment, check=True)
 
     def check(ranks):
