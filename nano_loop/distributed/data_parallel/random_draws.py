@@ -101,9 +101,14 @@ def drawing(draw: Callable[..., Tensor | None], ranks: Ranks) -> Iterator[None]:
         yield
 
 
-def may_be_by_batch(tensor: Tensor) -> bool:
-    """Whether what is drawn may have a dimension of the batch."""
-    return tensor.dim() > 0 and tensor.device.type == "cpu"
+def may_be_by_batch(tensor: Tensor, generator: torch.Generator | None) -> bool:
+    """Whether what is drawn may have a dimension of the batch, unlike data that one rank makes to evaluate alone."""
+    is_for_training = _is_default(generator) or torch.is_grad_enabled()
+    return is_for_training and tensor.dim() > 0 and tensor.device.type == "cpu"
+
+
+def _is_default(generator: torch.Generator | None) -> bool:
+    return generator is None or generator is torch.default_generator
 
 
 class RandomDraws:
@@ -156,9 +161,9 @@ class RandomDraws:
         is_evaluation = context.sharding.whole and not torch.is_grad_enabled()  # of whole batches
         if split is None or not split.is_loops or is_evaluation:
             return None
-        if split.unequal_since is not None and generator in (None, torch.default_generator):
+        if split.unequal_since is not None and _is_default(generator):
             self._ranks.equalize_random_states(DRAWING)
-        if share is None or not may_be_by_batch(tensor):
+        if share is None or not may_be_by_batch(tensor, generator):
             return None
         number, split.draws = split.draws, split.draws + 1  # one inside of another counts, too
         if self._draws:

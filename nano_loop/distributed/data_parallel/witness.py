@@ -117,7 +117,7 @@ class Witness(LoaderChange):
     def _note_draw(self, tensor: torch.Tensor, generator: torch.Generator | None, fill: Any, is_mask: bool) -> None:
         is_evaluations = self._evaluates and not torch.is_grad_enabled()
         is_loops = (self._is_here or in_backward()) and not self._loads
-        if may_be_by_batch(tensor) and is_loops and not is_evaluations:
+        if may_be_by_batch(tensor, generator) and is_loops and not is_evaluations:
             self._draws.append((tensor.shape, order_of(tensor)))
 
     @property
