@@ -606,7 +606,6 @@ LOOPS = {
         noisy_transformer_of_equal_shares,
         *(
             own_generator,
-            own_generator_of_equal_shares,
             noisy_lstm,
             noisy_lstm_of_equal_shares,
             gan,
