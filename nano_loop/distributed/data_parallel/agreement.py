@@ -147,7 +147,7 @@ _WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
 
 
 class Agreement:
-    """This rank's progress, which must equal that of the others.
+    """Progress of this rank, which must equal that of the others.
 
     Parameters
     ----------

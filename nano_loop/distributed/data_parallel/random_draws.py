@@ -46,7 +46,7 @@ _RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.RNN, nn.LSTM, nn.GR
 
 
 class _Part(NamedTuple):
-    """This rank's part of the tensor that a plain loop draws.
+    """Part of this rank in the tensor that a plain loop draws.
 
     Parameters
     ----------
