@@ -80,7 +80,7 @@ def drawing(draw: Callable[..., Tensor | None], ranks: Ranks) -> Iterator[None]:
         Before torch 2.9.
     """
     if not gives_kernels():
-        expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+        expected = f"torch {torch.__version__} does not expose the kernels of operators; 2.9 and later do"
         raise NanoConfigError(error_message("split_batches=True", expected, "Remove split_batches=True"))
     operators: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
         **dict.fromkeys(_LIKE, _like),
@@ -208,7 +208,7 @@ class RandomDraws:
             if shapes == [(*before, size * count / counts[0], *behind) for count in counts]:
                 return dimension, order
         got = f"ranks with {counts} samples of a batch draw random numbers of the shapes {[*map(list, shapes)]}"
-        allowed = "with split_batches a draw has one dimension of so many samples, or is the same on all ranks"
+        allowed = "with split_batches, a draw must have one dimension of these sizes, or the same shape on all ranks"
         hint = "Draw one row, or one for each of a fixed number of places, for each sample. Or omit split_batches"
         raise NanoError(error_message(got, allowed, hint))
 
@@ -310,7 +310,7 @@ def _permutation(original: Kernel) -> Callable[..., Tensor]:
             if len(plain) == count:
                 return cast("Tensor", original(keys, count, generator=generator, out=out))
             got = f"torch.randperm of the {count} samples that this rank has of {len(plain)}"
-            expected = "with split_batches a rank has no samples of the others to put in place of its own"
+            expected = "with split_batches, a rank cannot replace its samples by those of other ranks"
             hint = "Mix samples in the loader's collate_fn, which gets whole batches, or omit split_batches"
             raise NanoError(error_message(got, expected, hint))
 

@@ -134,8 +134,8 @@ class Head:
         if self._is_old and self.memory.tensor is not None and not self.memory.is_written:
             return self.memory.tensor.view(-1, self.width)[rows].clone()
         if self._is_old or self._versions_now() != self._versions:
-            got = "logits were asked for after the input, the weight or the bias of their layer was written to"
-            allowed = "they are computed when they are asked for, and kept only before a step of an optimizer"
+            got = "logits were read after the input, the weight or the bias of their layer was written to"
+            allowed = "they are computed when they are read, and kept only before a step of an optimizer"
             raise RuntimeError(error_message(got, allowed, "Read logits before, or pass fast_cross_entropy=False"))
         hidden = self.hidden[rows]
         with torch.no_grad(), below_autocast(), by_rules(self.rules):
@@ -183,7 +183,7 @@ class Head:
 def remark() -> str | None:
     """Return the report's remark about code that reads all logits."""
     whole = sorted(noted().whole)
-    return f"{', '.join(whole)} asked for all logits" if whole else None
+    return f"{', '.join(whole)} read all logits" if whole else None
 
 
 def may_be_head(rules: Rules, weight: Tensor) -> bool:
