@@ -19,7 +19,9 @@ from nano_loop.precision.autocast.default_ops import TORCHS, overload_of
 from precision import op_samples
 from precision.op_samples import HABANAS
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(is deprecated|An output with one or more|return_complex|A window was not provided)")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(is deprecated|An output with one or more|return_complex|A window was not provided)"
+)
 QUIET = {"precision": "bf16", "verbose": False}
 # The FFT of torch 2.8 fails with some numbers of threads. torch 2.15 has no `cholesky` and no `qr` beside linalg's.
 SAMPLES = {
