@@ -250,7 +250,7 @@ def _refuse_replaceable(path: str, status: os.stat_result) -> None:
     if status.st_uid in _administrators() and (is_sticky or not _is_writable_by_others(status)):
         return
     got = f"files in {path} can be replaced by other users (user {status.st_uid}, {stat.filemode(status.st_mode)})"
-    expected = f"nano_loop only reads files that no user except {os.geteuid()} can replace"
+    expected = f"nano_loop reads only files that nobody but user {os.geteuid()} can replace"
     hint = f"Set TMPDIR (or image_cache) to a folder of yours, or chmod +t {path}"
     raise NanoError(error_message(got, expected, hint))
 
