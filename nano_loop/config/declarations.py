@@ -233,8 +233,8 @@ class Declarations:
         changes_bits=True,
     )
     fast_norm: bool | Literal["auto"] = step(
-        "Computes batch, group and layer norms at twice the speed of torch's kernels in reduced precision, and these "
-        "and RMS norms in fp32 if that is faster. Needs torch 2.9 or later.",
+        "Computes batch, group, layer and RMS norms at twice the speed of torch's kernels in reduced precision, and in "
+        "fp32 if that is faster. Needs torch 2.9 or later.",
         changes_bits=True,
     )
     tune_operators: bool | Literal["auto"] = step(

@@ -46,6 +46,8 @@ def find(kind: type | tuple[type, ...], value: Any) -> Iterator[Any]:
     """Yield every instance of `kind` in `value`: itself, or in lists, tuples, sets and dicts, without duplicates."""
     if isinstance(value, kind):
         return iter((value,))
+    if type(value) in (list, tuple) and all(isinstance(item, kind) for item in value):  # saves the walk
+        return iter({id(item): item for item in value}.values())
     reached = walk([value], lambda holder: () if isinstance(holder, kind) else items_of(holder))
     return (item for item in reached if isinstance(item, kind))
 

@@ -18,6 +18,7 @@ from nano_loop.patching.members import parameters_of
 from nano_loop.patching.torch_private import calls_only_forward
 from nano_loop.precision.verification.recorded_calls import RecordedCalls, loss_of
 from nano_loop.precision.verification.traces import backward_into, random_states_kept, tensors_kept
+from nano_loop.runtime.objects.called_functions import variables_kept
 from nano_loop.runtime.objects.report import duration
 
 #: The seconds of steps per layout, and the minimum and maximum number of steps.
@@ -28,7 +29,7 @@ _DETERMINISTIC = "torch.use_deterministic_algorithms is on"
 class LayoutTrial:
     """The layout of a model: a guess, until both layouts have been timed with the loop's first batch.
 
-    Random states, buffers and gradients of the loop do not change.
+    Random states, buffers, gradients and variables of the loop do not change.
 
     Parameters
     ----------
@@ -106,7 +107,7 @@ class LayoutTrial:
         model, calls = self.recorded.take()
         copies: dict[bool, nn.Module] = {False: model, True: copy.deepcopy(model)}
         times: dict[bool, list[float]] = {False: [], True: []}
-        with random_states_kept(), ExitStack() as stack:
+        with random_states_kept(), variables_kept(model), ExitStack() as stack:
             for layout, duplicate in copies.items():
                 stack.enter_context(self._accelerated(duplicate, channels_last=layout))
                 # Warm up: compile kernels and allocate memory.

@@ -70,6 +70,8 @@ class Precision(Step):
         dtypes = [_uncast_dtype(model) for model in parts.models]
         if dtypes and all(dtypes):
             detail = f"the model's parameters are {dtypes[0]}, which autocast does not cast"
+            if self.interceptors.trainings_only:  # the program, which may train others, has not passed this model
+                return SkipReason("not_cast", detail)
             got = f"{self.options.as_written['precision']} was requested, and {detail}"
             hint = 'Pass model.float(), or precision="auto"'
             raise NanoConfigError(error_message(got, "it is for models with fp32 parameters", hint))

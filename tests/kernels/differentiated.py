@@ -230,6 +230,15 @@ ROWS = {
     "rms norm without weights": Row(
         normalized(nn.RMSNorm, 20, elementwise_affine=False), (3, 20), RMS, calls="layer_norm_backward"
     ),
+    "rms norm in bf16": Row(
+        lambda: Layer(
+            lambda x, layers: layers(x), nn.Sequential(nn.Linear(16, 64), nn.RMSNorm(64), nn.SiLU(), nn.Linear(64, 16))
+        ),
+        (6, 16),
+        RMS,
+        calls="layer_norm_backward",
+        options=BF16,
+    ),
     "layer norm": norm_row(normalized(nn.LayerNorm, 20), (3, 4, 20), "layer_norm"),
     "batch norm": norm_row(normalized(nn.BatchNorm1d, 16, track_running_stats=False), (6, 16), "batch_norm"),
     "group norm": norm_row(normalized(nn.GroupNorm, 4, 16), (3, 16, 8, 8), "group_norm"),

@@ -151,7 +151,8 @@ PRODUCTS_IN_BF16 = PRODUCTS | {
 NORMS = {
     "norm of columns": normed(lambda x: F.rms_norm(x.mT.contiguous().mT, [64])),
     "norm in fp64": normed(lambda x: F.rms_norm(x.double(), [64])),
-    "norm in bf16": normed(lambda x: F.rms_norm(x.bfloat16(), [64])),
+    "norm in fp16": normed(lambda x: F.rms_norm(x.half(), [64])),
+    "norm with a weight in bf16": normed(lambda x: F.rms_norm(x, [64], torch.ones(64).bfloat16())),
     "norm with gaps in its weight": normed(lambda x: F.rms_norm(x, [64], torch.ones(64, 2)[:, 0])),
     "small norm": normed(lambda x: F.rms_norm(x[..., :8].contiguous(), [8])),
     "norm of nothing": normed(lambda x: F.rms_norm(x[:0], [64])),

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kernels.compared.norms import DTYPES, EPS, KINDS, MOMENTUM, OURS, case_of
-from nano_loop.kernels.norm import norms
+from nano_loop.kernels.norm import norms, rms_norm
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -47,6 +48,16 @@ def test_only_gradients_that_are_asked_for_are_computed(dtype):
         found = norms.layer_norm_backward(*given, [number == place for number in range(3)])
         assert [each is not None for each in found] == [number == place for number in range(3)]
         assert torch.equal(found[place], whole[place])
+
+
+def test_input_of_an_rms_norm_in_bf16_can_be_written_to_before_the_backward():
+    def gradient_of(norm):
+        leaf = torch.linspace(-2, 3, 64 * 32).view(64, 32).bfloat16().requires_grad_()
+        x = leaf * 2
+        x += norm(x, [32])
+        return torch.autograd.grad(x.square().sum(), leaf)[0]
+
+    torch.testing.assert_close(gradient_of(rms_norm.rms_norm), gradient_of(F.rms_norm))
 
 
 def normalized(x, weight=None, training=True):

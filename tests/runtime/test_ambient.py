@@ -557,6 +557,18 @@ def test_option_that_cannot_be_applied_is_an_error_where_it_is_met(install):
         fit(net, torch.optim.ASGD(net.parameters()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_model_that_autocast_does_not_cast_is_skipped_beside_others(install, dtype):
+    install(precision="bf16")
+    net, exact = Net(), nn.Linear(3, 2, dtype=dtype)
+    optimizer = adam(exact)
+    for _ in range(3):
+        step(optimizer, exact(X.to(dtype)).abs().sum())
+    assert nano_loop.report()["precision"].code == "not_cast"
+    fit(net, adam(net))
+    assert net.seen[-1] is torch.bfloat16
+
+
 # --- `accelerated` with objects of its body ---
 
 

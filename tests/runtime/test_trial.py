@@ -22,7 +22,7 @@ MORE = 4
 class Loop:
     """A loop on a fake clock, whose steps take a time per number of threads; it records the numbers."""
 
-    def __init__(self, monkeypatch, choices):
+    def __init__(self, monkeypatch, choices, longer=MORE - 1):
         self.now, self.numbers = 0.0, []
         monkeypatch.setattr(budget_module, "SHARE", SHARE)
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
@@ -31,7 +31,8 @@ class Loop:
         self.clock = StepClock()
         self.clock.add([self.optimizer, self.other])
         take, present = torch.set_num_threads, torch.get_num_threads
-        self.trial = StepTrial("x", (MORE, 1), take, Budget(self.clock), None, longer=MORE - 1, present=present)
+        self.budget = Budget(self.clock)
+        self.trial = StepTrial("x", (MORE, 1), take, self.budget, None, longer=longer, present=present)
         self.clock.after(self.trial.note)
 
     def steps(self, count, seconds, noise=lambda: 1.0):
@@ -47,9 +48,9 @@ def made(monkeypatch):
     """Make loops that are closed at the end."""
     before, loops = torch.get_num_threads(), []
 
-    def make(choices):
+    def make(choices, **options):
         torch.set_num_threads(MORE)
-        loops.append(Loop(monkeypatch, choices))
+        loops.append(Loop(monkeypatch, choices, **options))
         return loops[-1]
 
     yield make
@@ -97,6 +98,19 @@ def test_slower_steps_never_cost_more_than_two_percent_of_the_training_so_far(lo
         assert (one - 1) * loop.numbers.count(1) <= 0.02 * loop.now
     assert loop.trial.measured == 1
     assert loop.numbers.count(1) >= 3
+
+
+@pytest.mark.parametrize(("one", "number", "decided"), [(0.5, 1, True), (1.1, MORE, True), (1.5, MORE, False)])
+def test_trial_that_costs_little_does_not_wait_until_other_measurements_are_within_their_budget(
+    made, one, number, decided
+):
+    loop = made(Choices(None), longer=0.1)
+    loop.steps(3, {1: one, MORE: 1.0})
+    loop.budget.spend(10.0)
+    loop.steps(60, {1: one, MORE: 1.0})
+    assert bool(loop.trial.measured) == decided
+    assert loop.trial.setting == number
+    assert (one - 1) * loop.numbers.count(1) <= 1.0  # the usual time of a step
 
 
 def test_it_is_measured_again_when_steps_take_twice_as_long_and_both_numbers_can_be_taken_again(loop):

@@ -143,6 +143,46 @@ def test_gradients_that_copies_reach_in_modules_of_the_loop_stay(takes, kind, re
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
+BATCHES, MEANS = 0, {"first": []}
+
+
+def count(x):
+    global BATCHES
+    BATCHES += 1
+    MEANS["first"].append(float(x.mean()))
+    return BATCHES
+
+
+class Counting(Images):
+    """Writes to global variables by a function, which its outputs depend on."""
+
+    def forward(self, x):
+        return super().forward(x) * count(x)
+
+
+def counting_in_a_closure():
+    counts = {"batches": 0}
+
+    class Counting(Images):
+        def forward(self, x):
+            counts["batches"] += 1
+            return super().forward(x) * counts["batches"]
+
+    return Counting, counts
+
+
+@pytest.mark.parametrize("options", [{"channels_last": "auto"}, {"verify": True}], ids=str)
+def test_variables_that_the_models_code_changes_are_those_of_the_loops_calls(takes, monkeypatch, options):
+    monkeypatch.setitem(globals(), "BATCHES", 0)
+    monkeypatch.setitem(MEANS, "first", [])
+    takes(2)
+    in_closure, counts = counting_in_a_closure()
+    for kind in (Counting, in_closure):
+        made = parts(kind)
+        nano(verbose=False, **options)(fit)(*made)
+    assert (BATCHES, len(MEANS["first"]), counts) == (3, 3, {"batches": 3})
+
+
 class NotCopied(Images):
     def __deepcopy__(self, memo):
         raise RuntimeError("not to be copied")

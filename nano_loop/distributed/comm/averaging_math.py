@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -18,3 +19,18 @@ def divide(total: torch.Tensor, count: int) -> None:
         total.mul_(1 / count)
     else:
         total.div_(count)
+
+
+def set_to_mean(mean: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+    """Set `mean` to the mean of `rows`, with the same bits in each process that computes it.
+
+    It adds elements one after another: `torch.sum` adds four rows or more in an order that depends on the threads.
+    """
+    first, second, *others = rows
+    is_wide = is_summed_wider(mean.dtype)
+    total = torch.add(first.float(), second) if is_wide else torch.add(first, second, out=mean)
+    for row in others:
+        total.add_(row)
+    divide(total, len(rows))
+    if is_wide:
+        mean.copy_(total)

@@ -7,6 +7,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import random_state
 from nano_loop.distributed.data_parallel import checksums
 from nano_loop.distributed.data_parallel.buckets import NONE
-from nano_loop.distributed.data_parallel.gradients import NOTHING, AveragedGradients, kind_of
+from nano_loop.distributed.data_parallel.gradients import AveragedGradients
 from nano_loop.distributed.data_parallel.initial_sync import Named, make_equal, named_buffers
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.errors import NanoWorkerError, RankLateError, RankLeftError, error_message
@@ -81,6 +82,8 @@ class Fingerprint(NamedTuple):
         A checksum of all batches so far, if ranks share them.
     is_undrawn : bool
         Whether the state is unchanged since the batch came, and the ranks have not checked yet that all are equal.
+    is_posted : bool
+        Whether the other ranks can read all gradients already; see `SharedMemoryTransport.post`.
     """
 
     purpose: Purpose
@@ -96,6 +99,7 @@ class Fingerprint(NamedTuple):
     random_state: int = 0
     batches: int = 0
     is_undrawn: bool = False
+    is_posted: bool = False
 
     def pack(self) -> bytes:
         """Return the fingerprint as bytes."""
@@ -112,11 +116,7 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
 
     `arrived`, `gradients`, `losses` and `overlap` may differ. NaN equals NaN.
     """
-    counts = ("purpose", "averagings", "steps", "added_parameters", "shapes", "random_state", "batches")
-    if (
-        len({(repr(one.rates), len(one.arrived), *(getattr(one, name) for name in counts)) for one in fingerprints})
-        == 1
-    ):
+    if len({(repr(one.rates), len(one.arrived), *_COUNTS(one)) for one in fingerprints}) == 1:
         return
     for what, value_of in _WORDS:
         ranks: dict[str, list[int]] = {}
@@ -131,6 +131,8 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
             got = f"{what.format(step=fingerprints[0].steps)}: {values}"
             raise NanoWorkerError(error_message(got, "all ranks must take the same steps", _ADVICE), rank=other)
 
+
+_COUNTS = attrgetter("purpose", "averagings", "steps", "added_parameters", "shapes", "random_state", "batches")
 
 #: What must be equal, in words, in the order of the checks.
 _WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
@@ -174,7 +176,13 @@ class Agreement:
         self.steps = 0
 
     def exchange(
-        self, purpose: Purpose, waiting: set[int], overlap: int = NONE, losses: tuple[float, ...] = ()
+        self,
+        purpose: Purpose,
+        arrived: bytes,
+        overlap: int = NONE,
+        losses: tuple[float, ...] = (),
+        *,
+        is_posted: bool = False,
     ) -> list[Fingerprint]:
         """Return the fingerprints of all ranks; raise a NanoError on each if they have diverged. Collective.
 
@@ -182,11 +190,7 @@ class Agreement:
         ----------
         purpose : {"average", "sync", "losses"}
             The next operation.
-        waiting : set of int
-            The ids of the parameters whose gradients have arrived on this rank, but are not averaged yet.
-        overlap : int
-            The state of `Overlap`.
-        losses : tuple of float
+        arrived, overlap, losses, is_posted
             See `Fingerprint`.
         """
         compares_work = purpose == "average" and checksums.is_due(self.averagings)
@@ -199,13 +203,14 @@ class Agreement:
             added_parameters=len(self._parameters.added_parameters),
             shapes=self._checksum_of_shapes() if purpose == "average" else 0,
             rates=tuple(float(rate) if isinstance(rate, (int, float, torch.Tensor)) else math.nan for rate in rates),
-            arrived=bytes([kind_of(parameter.grad) if id(parameter) in waiting else NOTHING for parameter in in_order]),
+            arrived=arrived,
             gradients=checksums.gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=overlap,
             losses=losses,
             random_state=(state := 0 if split is None else random_state()),
             batches=0 if split is None else split.checksum,
             is_undrawn=split is not None and split.unequal_since == state,
+            is_posted=is_posted,
         )
         packed = self._ranks.channel.exchange(own_fingerprint.pack(), AVERAGING)
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
@@ -218,10 +223,12 @@ class Agreement:
         return fingerprints
 
     def sync_added_parameters(self) -> None:
-        """Set parameters that the loop has added to rank 0's values. Collective if there are any."""
-        self._parameters.refresh()
+        """Set parameters that the loop has added to rank 0's values. Collective if there are any.
+
+        `Parameters.refresh` finds them.
+        """
         if self._parameters.added_parameters:
-            self.exchange("sync", set())
+            self.exchange("sync", self._parameters.arrived(set()))
             make_equal(self._ranks, self._parameters.added_parameters)
             self._parameters.are_equal()
 

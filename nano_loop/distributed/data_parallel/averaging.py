@@ -160,7 +160,7 @@ class Averaging:
                 self._agreement.sync_added_parameters()
                 if self._roots is not None:
                     trains = any(model.training for model in self._parameters.models)
-                    self._roots.comparison.note_call((args, kwargs), trains=trains)
+                    self._roots.comparison.note_call([*args, *kwargs.values()], trains=trains)
             result = call(*args, **kwargs)
             self._parameters.refresh()  # parameters that the model has added in the call need hooks before the backward
             return result
@@ -181,9 +181,13 @@ class Averaging:
             self._parameters.refresh()
             held = {id(parameter) for model in self._paused for parameter in parameters_of(model)}
             losses = () if self._roots is None else self._roots.values()
-            fingerprints = self._agreement.exchange("average", self._waiting - held, self._overlap.state, losses)
+            arrived = self._parameters.arrived(self._waiting - held)
+            posted = self._post() if are_all_dense([arrived]) else None
+            fingerprints = self._agreement.exchange(
+                "average", arrived, self._overlap.state, losses, is_posted=posted is not None
+            )
             self._set_losses(fingerprints)
-            self._average(fingerprints)
+            self._average(fingerprints, posted)
             if self._roots is not None and not held:
                 self._roots.comparison.end_backward(self._parameters)
             self._waiting &= held
@@ -199,8 +203,25 @@ class Averaging:
         """Remove all hooks."""
         self._undoing.close()
 
-    def _average(self, fingerprints: Sequence[Fingerprint]) -> None:
-        """Set the parameters' gradients to the means over all ranks, if any rank has one. Collective."""
+    def _post(self) -> DenseGradients | None:
+        """Let the other ranks read all gradients, if they are few; return them."""
+        if not isinstance(self._transport, SharedMemoryTransport):
+            return None
+        with torch.no_grad():
+            gradients = DenseGradients(self._parameters.in_order)
+            return gradients if self._transport.post(gradients.tensors) else None
+
+    def _average(self, fingerprints: Sequence[Fingerprint], posted: DenseGradients | None) -> None:
+        """Set the parameters' gradients to the means over all ranks, if any rank has one. Collective.
+
+        `posted` are those that this rank has posted.
+        """
+        if posted is not None and all(fingerprint.is_posted for fingerprint in fingerprints):
+            with torch.no_grad():
+                self._transport.average_posted(posted.tensors)  # type: ignore[union-attr]
+                posted.put_back()
+            self._averaged.note(self._parameters.in_order)
+            return
         arrived = [fingerprint.arrived for fingerprint in fingerprints]
         dense, sparse = by_kind(self._parameters.in_order, arrived)
         done = self._overlap.finish([fingerprint.overlap for fingerprint in fingerprints])
@@ -225,8 +246,8 @@ class Averaging:
             return
         self._waiting.add(id(parameter))
         self._noted = True
-        if self._task != graph_task():
-            self._task = graph_task()
+        if self._task != (task := graph_task()):
+            self._task = task
             self._overlap.start(allowed=not self._paused and not self._parameters.added_parameters)
             at_end_of_backward(self._end_backward)
         self._overlap.send(parameter)
@@ -238,7 +259,8 @@ class Averaging:
             if not self._all_paused():
                 self.average()
             elif self._roots is not None:
-                self._set_losses(self._agreement.exchange("losses", set(), losses=self._roots.values()))
+                nothing = self._parameters.arrived(set())
+                self._set_losses(self._agreement.exchange("losses", nothing, losses=self._roots.values()))
 
     def _set_losses(self, fingerprints: Sequence[Fingerprint]) -> None:
         """Replace the losses of a backward by the means over all ranks, if they share a batch."""
@@ -290,13 +312,13 @@ class Averaging:
             self._waiting |= ready
             self.average()
             return
-        self._wait_for_replaced(set(map(id, held)))
+        self._wait_for_replaced(set(map(id, held)) - self._waiting)
         if self._waiting & ready:
             self.average()
 
     def _wait_for_replaced(self, held: set[int]) -> None:
         """Average gradients that the loop has put in place of means, unless they are equal on all ranks."""
-        in_order = [parameter for parameter in self._parameters.in_order if id(parameter) in held - self._waiting]
+        in_order = [parameter for parameter in self._parameters.in_order if id(parameter) in held]
         replaced = self._averaged.replaced(in_order)
         if not replaced:
             return

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from nano_loop.distributed.data_parallel.gradients import NOTHING, kind_of
 from nano_loop.distributed.data_parallel.initial_sync import Named, named_buffers, named_parameters
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of
@@ -102,6 +103,10 @@ class Parameters:
         are_hooked = not looks_at_hooks or all(starmap(has_accumulation_hook, self._watched.values()))
         if self._stale or self._held != self._count() or not are_hooked:
             self._look()
+
+    def arrived(self, waiting: set[int]) -> bytes:
+        """Return the `kind_of` each gradient in order: NOTHING unless the id of its parameter is in `waiting`."""
+        return bytes([kind_of(one.grad) if id(one) in waiting else NOTHING for one in self.in_order])
 
     def are_equal(self) -> None:
         """Assume that all ranks have the same values now."""

@@ -87,6 +87,8 @@ def drawing(draw: Callable[..., Tensor | None], ranks: Ranks) -> Iterator[None]:
         **dict.fromkeys(_BY_VALUES, partial(_by_values, ranks)),
         "bernoulli_.Tensor": _by_probabilities,
         "multinomial": partial(_multinomial, ranks),
+        "rrelu_with_noise": partial(_rrelu, ranks, False),
+        "rrelu_with_noise_": partial(_rrelu, ranks, True),
         "randperm.generator_out": _permutation,
     }
     with ExitStack() as stack:
@@ -302,6 +304,31 @@ def _multinomial(ranks: Ranks, original: Kernel) -> Callable[..., Tensor]:
         return drawn(made, generator, fill, is_mask=True)
 
     return multinomial
+
+
+def _rrelu(ranks: Ranks, in_place: bool, original: Kernel) -> Callable[..., Tensor]:
+    """Return an `RReLU`, which draws a slope for each element that is not positive."""
+
+    def rrelu(
+        keys: torch.DispatchKeySet,
+        x: Tensor,
+        noise: Tensor,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        def fill(plain: Tensor) -> Tensor:
+            (whole,) = _whole(ranks, [x], noise.shape, plain.shape)
+            original(keys, whole.clone(), plain, lower, upper, True, generator)
+            return plain
+
+        if not training:
+            return cast("Tensor", original(keys, x, noise, lower, upper, False, generator))
+        slopes = drawn(noise, generator, fill, is_mask=True)  # 1 for positive elements
+        return x.mul_(slopes) if in_place else x * slopes
+
+    return rrelu
 
 
 def _permutation(original: Kernel) -> Callable[..., Tensor]:

@@ -62,7 +62,8 @@ class WeightedRoots:
         means = [sum(parts) / len(parts) for parts in zip(*values, strict=True)]
         self.comparison.note_losses(means)
         for root, mean in zip(roots, means, strict=True):
-            root.data = torch.full_like(root.detach(), mean)
+            if float(root.detach()) != mean:  # the loss of a mean over all ranks' rows has it already
+                root.data = torch.full_like(root.detach(), mean)
 
     def scale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Multiply gradients that the loop itself has computed by the weight of this rank's share."""

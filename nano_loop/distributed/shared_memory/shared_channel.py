@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from nano_loop.distributed.comm.mismatch import CallSite, mismatch_message
@@ -27,6 +27,12 @@ from nano_loop.errors import NanoError
 _PIECE = 1 << 17  # bytes; two slots per rank fit into a cache
 _POSTED = 0  # index of the counter
 _LENGTHS, _MARKS, _FILES = 1, 3, 5  # the words after it, two each
+
+
+@lru_cache(maxsize=256)
+def _mark(what: str) -> int:
+    """Return a number that identifies an operation on all ranks."""
+    return zlib.crc32(what.encode())
 
 
 class SharedChannel:
@@ -61,7 +67,10 @@ class SharedChannel:
         try:
             self._segment = SharedSegment(ranks, 1, 2 * ranks.size * piece, partial(map_by_name, path))
             self._posted = self._segment.places(_POSTED)
-            self._slots = raw_bytes(self._segment.memory)
+            self._memory = raw_bytes(self._segment.memory)
+            starts = [slice(start, start + piece) for start in range(0, 2 * ranks.size * piece, piece)]
+            slots = [self._memory[start] for start in starts]
+            self._slots = slots[: ranks.size], slots[ranks.size :]  # of all ranks, for every other piece
             self.exchange(b"", "barrier")  # all have mapped it
         finally:
             if ranks.rank == 0:
@@ -77,14 +86,14 @@ class SharedChannel:
         with self._lock:
             self._segment.begin()
             self._files, self._moves = shards().latest, False
-            stream, received, start = memoryview(data), list[bytearray](), 0
-            while not received or start < max(map(len, received)):
-                lengths = self._exchange_piece(what, stream[start : start + self._piece], len(stream))
-                received = received or [bytearray(length) for length in lengths]
-                for rank, buffer in enumerate(received):
-                    size = min(max(len(buffer) - start, 0), self._piece)
-                    buffer[start : start + size] = self._slot(rank)[:size]
-                start += self._piece
+            stream, piece = memoryview(data), self._piece
+            lengths = self._exchange_piece(what, stream[:piece], len(stream))
+            # A slice ends with the slot, or with the stream.
+            received = [bytearray(slot[:length]) for slot, length in zip(self._current, lengths, strict=True)]
+            for start in range(piece, max(lengths), piece):
+                self._exchange_piece(what, stream[start : start + piece], len(stream))
+                for buffer, slot, length in zip(received, self._current, lengths, strict=True):
+                    buffer += slot[: max(length - start, 0)]
             if self._moves:
                 shards().move(self._files_before)
                 self._files_before = self._files
@@ -98,20 +107,21 @@ class SharedChannel:
 
     def close(self) -> None:
         """Release the memory."""
-        self._slots.release()
+        for slot in (*self._slots[0], *self._slots[1], self._memory):
+            slot.release()
         self._segment.close()
 
-    def _slot(self, rank: int) -> memoryview:
-        """Return the slot of a rank for the current piece."""
-        start = (self._steps % 2 * self._ranks.size + rank) * self._piece
-        return self._slots[start : start + self._piece]
+    @property
+    def _current(self) -> list[memoryview]:
+        """The slots of all ranks for the current piece."""
+        return self._slots[self._steps % 2]
 
     def _exchange_piece(self, what: str, piece: memoryview, length: int) -> list[int]:
         """Exchange the next piece of this rank's stream through its slot; return the lengths of all streams."""
-        words, own_place, mark = self._segment.words, self._posted[self._ranks.rank], zlib.crc32(what.encode())
+        words, own_place, mark = self._segment.words, self._posted[self._ranks.rank], _mark(what)
         self._steps += 1
         turn = self._steps % 2
-        self._slot(self._ranks.rank)[: len(piece)] = piece
+        self._current[self._ranks.rank][: len(piece)] = piece
         words[own_place + _LENGTHS + turn], words[own_place + _MARKS + turn] = length, mark
         words[own_place + _FILES + turn] = self._files > self._files_before
         self._segment.publish(own_place, self._steps)
@@ -119,7 +129,7 @@ class SharedChannel:
         if any(words[place + _MARKS + turn] != mark for place in self._posted):  # detected by all ranks
             own_site = memoryview(CallSite.of_this_rank(what).pack()[: self._piece])
             lengths = self._exchange_piece("call sites", own_site, len(own_site))
-            sites = {name: bytes(self._slot(rank)[: lengths[rank]]) for rank, name in enumerate(self._ranks.names)}
+            sites = {name: bytes(self._current[rank][: lengths[rank]]) for rank, name in enumerate(self._ranks.names)}
             by_name = {name: CallSite.unpack(site) for name, site in sites.items()}
             raise NanoError(mismatch_message(self._ranks.names[self._ranks.rank], by_name))
         self._moves = self._moves or any(words[place + _FILES + turn] for place in self._posted)

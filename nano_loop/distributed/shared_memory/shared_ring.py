@@ -17,6 +17,10 @@ An averaging starts at a multiple of the ring's size, so that each batch of a li
 views are created once.
 
 The caller must ensure that all ranks average the same list: the ranks compare fingerprints beforehand.
+
+For short lists, waiting takes longer than copying. A rank posts such a list before the ranks exchange fingerprints, and
+if all ranks have, each of them sums all of it, without waiting again. It uses the slots in turn: once the next
+fingerprints have been exchanged, all ranks have read the previous list.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nano_loop.distributed.comm.averaging_math import divide, is_summed_wider
+from nano_loop.distributed.comm.averaging_math import divide, is_summed_wider, set_to_mean
 from nano_loop.distributed.comm.packing import Batch, Places, Signature, pack, signature
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.shared_segment import LINE, SharedSegment
@@ -40,6 +44,7 @@ _CHUNK = 1 << 20  # bytes copied, summed and copied back at a time; the ring fit
 _LEAST = 1 << 16  # the minimum, if all gradients together are small
 _SLOTS = 3  # one is copied in, one summed, one copied out
 _MOST_PLANS = 64
+_SHORT = 1 << 19  # bytes of the other ranks' lists that a rank reads itself
 
 
 class SharedMemoryTransport:
@@ -73,6 +78,7 @@ class SharedMemoryTransport:
         self._posted, self._reduced, self._read = map(self._segment.places, _COUNTERS)
         self._base = 0  # batches so far, including those skipped at the end of a list
         self._plans: dict[Signature, _Plan] = {}  # valid for the ring's life
+        self._turn = 0  # the slot of the latest posted list
         self._is_open = True
 
     @torch.no_grad()
@@ -105,6 +111,25 @@ class SharedMemoryTransport:
         self._base += plan.length
         self._segment.end()
 
+    def post(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Copy a short list to shared memory, and return whether it is one.
+
+        If all ranks have posted theirs, and have exchanged anything since, `average_posted` may replace `average`.
+        """
+        short = self._plan(signature(tensors)).short if self._is_open else None
+        if short is None:
+            return False
+        self._turn = 1 - self._turn
+        short.coming[self._turn].fill(tensors)
+        return True
+
+    def average_posted(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite each tensor of the list that this rank has posted last; see `average`. Not collective."""
+        short = self._plan(signature(tensors)).short
+        assert short is not None
+        set_to_mean(short.mean, short.rows[self._turn])
+        short.going.empty(tensors)
+
     def leave(self) -> None:
         """Announce that this rank will not average again, so that ranks waiting for it raise immediately."""
         self._segment.leave()
@@ -125,8 +150,16 @@ class SharedMemoryTransport:
             length = -(-len(batches) // self._slots) * self._slots
             counts = [*range(1, len(batches)), length]  # the last batch also counts the skipped slots
             stages = [self._stage(*batch) for batch in zip(batches, range(length), counts, strict=False)]
-            self._plans[signature] = _Plan(stages, length)
+            self._plans[signature] = _Plan(stages, length, self._short(batches))
         return self._plans[signature]
+
+    def _short(self, batches: Sequence[Batch]) -> _Short | None:
+        if len(batches) != 1 or batches[0].nbytes * (self._size - 1) > _SHORT:
+            return None
+        (batch,) = batches
+        rows = [[*self._memory[turn, :-1, : batch.nbytes].view(batch.dtype)] for turn in range(2)]
+        mean = torch.empty_like(rows[0][0])
+        return _Short([batch.places(row[self._rank]) for row in rows], rows, mean, batch.places(mean))
 
     def _post(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor]) -> None:
         self._segment.wait(self._reduced, self._base + number + 1 - self._slots)
@@ -205,11 +238,25 @@ class _Stage:
 
 
 @dataclass(frozen=True)
+class _Short:
+    """The views of a short list: into this rank's slot, all ranks' slots, and its own memory for the means.
+
+    There are two of each slot, which are used in turn.
+    """
+
+    coming: list[Places]
+    rows: list[list[torch.Tensor]]
+    mean: torch.Tensor
+    going: Places
+
+
+@dataclass(frozen=True)
 class _Plan:
     """How a list of tensors passes through a ring."""
 
     stages: list[_Stage]
     length: int  # number of slots, a multiple of the ring's size
+    short: _Short | None  # for short lists only
 
 
 def chunk_for(nbytes: int) -> int:

@@ -69,7 +69,7 @@ class CallInterceptor:
     """
 
     def __init__(self, trainings_only: bool = False) -> None:
-        self._trainings_only = trainings_only
+        self.trainings_only = trainings_only
         self._had_other_calls = False
         self.thread = threading.get_ident()
         self._modules: dict[int, weakref.ref[nn.Module]] = {}  # by id, until they are freed
@@ -162,7 +162,7 @@ class CallInterceptor:
 
     def _is_left_plain(self, module: nn.Module) -> bool:
         """Whether a call of the loop should run as without a run."""
-        return self._trainings_only and not (module.training and torch.is_grad_enabled())
+        return self.trainings_only and not (module.training and torch.is_grad_enabled())
 
     def _surroundings(self, module: nn.Module) -> tuple[Call, Rules]:
         """Return the function that makes a call into `module` inside its wrappers, and the rules of the call.
@@ -217,7 +217,7 @@ class CallInterceptors:
     """
 
     def __init__(self, trainings_only: bool = False) -> None:
-        self._trainings_only = trainings_only
+        self.trainings_only = trainings_only
         self._by_model: Any = WeakIdKeyDictionary()
         self._in_use: weakref.WeakSet[CallInterceptor] = weakref.WeakSet()
         self._entry_points: set[tuple[type, str]] = set()
@@ -276,11 +276,11 @@ class CallInterceptors:
         if not self._entry_points:
             self._undoing.enter_context(new_modules_covered())
             self._undoing.enter_context(plain_models_exported())
-        points = {MODULE_CALL} if self._trainings_only else entry_points(modules)
+        points = {MODULE_CALL} if self.trainings_only else entry_points(modules)
         for owner, name in points - self._entry_points:
             self._entry_points.add((owner, name))
             self._undoing.enter_context(replaced(owner, name, through_interceptor))
-        interceptor = CallInterceptor(self._trainings_only)
+        interceptor = CallInterceptor(self.trainings_only)
         self._in_use.add(interceptor)
         interceptor.cover(modules)
         return interceptor

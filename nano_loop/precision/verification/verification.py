@@ -31,6 +31,7 @@ from nano_loop.precision.verification.traces import (
     tensors_kept,
     traced,
 )
+from nano_loop.runtime.objects.called_functions import variables_kept
 from nano_loop.runtime.objects.report import SetupReport
 
 #: Maximum number of lines of each table in the text.
@@ -183,7 +184,13 @@ def verified(
 
     # verify may be called with gradients disabled or under autocast.
     kept = tensors_kept(chain(parameters_of(model), buffers_of(model)))
-    with random_states_kept() as restore, kept, torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with (
+        random_states_kept() as restore,
+        variables_kept(model),
+        kept,
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
         single = trace(copied(model), step)
         if not single.gradients:
             got = "loss_fn computed no gradient of the model's parameters"

@@ -5,9 +5,12 @@ They show which steps may apply. A name may also be that of an attribute; the st
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -26,8 +29,42 @@ def names_called(model: nn.Module) -> frozenset[str]:
     This covers the methods of their classes, except torch's own, and functions of the same package that these name. It
     does not run the program's code: a module may import a package on attribute access.
     """
-    kinds: set[Any] = {type(value) for value in walk([model], _modules_in) if isinstance(value, nn.Module)}
-    return frozenset().union(*map(_names_in, kinds))
+    return frozenset().union(*map(_names_in, _classes_in(model)))
+
+
+@contextmanager
+def variables_kept(model: nn.Module) -> Iterator[None]:
+    """Restore, on exit, variables outside a model that its code names, such as a global counter, and named containers.
+
+    Calls of a copy of the model change them, too.
+    """
+    functions = {each for kind in _classes_in(model) for each in _functions_of(kind)[0] if type(each) is FunctionType}
+    with ExitStack() as stack:
+        values = []
+        for function in functions:
+            variables = function.__globals__
+            for name in _named(function)[0] & variables.keys():
+                values.append(variables[name])
+                stack.callback(variables.__setitem__, name, variables[name])
+            for cell in function.__closure__ or ():
+                with suppress(ValueError):  # it is empty
+                    values.append(cell.cell_contents)
+                    stack.callback(setattr, cell, "cell_contents", cell.cell_contents)
+        for value in walk(values, items_of, most=_MOST):
+            if isinstance(value, (list, set, dict, deque)):
+                stack.callback(_refill, value, copy.copy(value))
+        yield
+
+
+def _refill(container: Any, before: Any) -> None:
+    """Give a container its former contents, unless they are still the same objects."""
+    if [*map(id, container)] != [*map(id, before)] or [*map(id, items_of(container))] != [*map(id, items_of(before))]:
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+
+def _classes_in(model: nn.Module) -> set[Any]:
+    return {type(value) for value in walk([model], _modules_in) if isinstance(value, nn.Module)}
 
 
 def _modules_in(value: Any) -> Iterator[Any]:
@@ -41,18 +78,26 @@ def _modules_in(value: Any) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=1000)
 def _names_in(kind: type) -> frozenset[str]:
-    own = [base for base in kind.__mro__ if _package(base) != "torch"]
-    packages = {_package(base) for base in own}
+    own, others = _functions_of(kind)
+    names = (_named(function)[0] for function in own)
+    return frozenset(function.__name__ for function in others).union(*names)
+
+
+@functools.lru_cache(maxsize=1000)
+def _functions_of(kind: type) -> tuple[list[Any], list[Any]]:
+    """Return the functions of a class's package that its methods may call, with the methods, and those of others."""
+    bases = [base for base in kind.__mro__ if _package(base) != "torch"]
+    packages = {_package(base) for base in bases}
     methods = [
-        inspect.unwrap(value) for base in own for value in defined_in(base).values() if inspect.isfunction(value)
+        inspect.unwrap(value) for base in bases for value in defined_in(base).values() if inspect.isfunction(value)
     ]
 
     def named(function: Any) -> Iterable[Any]:
         return _named(function)[1] if type(function) is FunctionType and _package(function) in packages else ()
 
     reached = [*walk(methods, named, most=_MOST)]
-    names = (_named(function)[0] for function in reached if _package(function) in packages)
-    return frozenset(function.__name__ for function in reached if _package(function) not in packages).union(*names)
+    own = [function for function in reached if _package(function) in packages]
+    return own, [function for function in reached if _package(function) not in packages]
 
 
 @functools.lru_cache(maxsize=10_000)  # classes of a library call the same functions

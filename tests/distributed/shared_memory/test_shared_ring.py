@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.shared_memory.transports import opened
+from distributed.shared_memory.transports import assert_means, opened, values
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 from nano_loop.errors import NanoError, RankLateError, RankLeftError
@@ -40,6 +40,44 @@ def outcome(ranks, folder, **options):
 
 
 # --- synchronized ---
+
+
+@pytest.mark.parametrize(("size", "rounds"), [(2, 300), pytest.param(4, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_short_lists_that_all_ranks_have_posted_become_means_without_waiting(team, tmp_path, size, rounds, dtype):
+    """Some rank sometimes posts none, so that all ranks average theirs as other lists."""
+
+    def run(ranks):
+        transport, naps = opened(KIND, ranks, tmp_path, size=1 << 14), random.Random(ranks.rank)
+        means = []
+        for turn in range(rounds):
+            tensors = [values(turn, ranks.rank, (999, turn % 3), dtype), values(turn, ranks.rank, (7,), dtype)]
+            posts = turn % 7 != ranks.rank and transport.post(tensors)
+            if naps.random() < 0.1:
+                time.sleep(naps.random() / 1000)
+            are_posted = ranks.gather(posts)
+            (transport.average_posted if all(are_posted) else transport.average)(tensors)
+            means.append((are_posted, tensors))
+        transport.close()
+        return means
+
+    results = team(size)(run)
+    for turn, by_rank in enumerate(zip(*results, strict=True)):
+        assert by_rank[0][0] == [turn % 7 != rank for rank in range(size)]
+        shapes = (999, turn % 3), (7,)
+        lists = [[values(turn, rank, shape, dtype) for shape in shapes] for rank in range(size)]
+        assert_means([tensors for _, tensors in by_rank], lists)
+
+
+def test_lists_of_several_dtypes_or_of_many_bytes_are_not_short(team, tmp_path):
+    def run(ranks):
+        transport = opened(KIND, ranks, tmp_path, size=1 << 20)
+        lists = [torch.zeros(5)], [torch.zeros(5), torch.zeros(5).half()], [torch.zeros((1 << 17) + 1)], []
+        are_short = [transport.post(each) for each in lists]
+        transport.close()
+        return are_short, transport.post(lists[0])
+
+    assert team(2)(run) == [([True, False, False, False], False)] * 2
 
 
 @pytest.mark.parametrize(

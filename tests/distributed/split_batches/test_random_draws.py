@@ -53,6 +53,28 @@ def test_of_equal_shares_masks_and_noise_like_activations_are_the_batchs(team):
     assert lines[0].startswith("test_random_draws.py:")
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("total", [8, 9])
+def test_slopes_of_an_rrelu_are_the_batchs(team, total, in_place):
+    """How many it draws depends on the signs of all earlier samples."""
+
+    def draw(share):
+        rows = torch.linspace(-1, 1, 5 * total).reshape(total, 5)[share.start : share.stop].requires_grad_()
+        made = F.rrelu(rows.sin() * -1, training=True, inplace=in_place)
+        made.sum().backward()
+        return made.detach(), rows.grad, F.rrelu(rows.detach(), training=False), torch.rand(2)
+
+    def of_rank(ranks):
+        return drawn(ranks, total, lambda count: draw(Share.of(total, ranks.rank, ranks.size)))[0]
+
+    results = team(2)(of_rank)
+    torch.manual_seed(5)
+    *whole, after = draw(Share(0, total, total, 1))
+    for number, one in enumerate(whole):
+        assert torch.equal(torch.cat([result[number] for result in results]), one), number
+    assert all(torch.equal(result[-1], after) for result in results)
+
+
 @pytest.mark.parametrize("total", [8, 9])
 def test_permutation_of_the_batch_is_an_error(team, total):
     """As in mixup: the samples to mix with are on other ranks. Other permutations equal the plain loop's."""

@@ -17,6 +17,7 @@ ROWS = {
     "norms of images": norms.IMAGES,
     "norms of rows": norms.ROWS,
     "RMS norms": norms.OF_RMS,
+    "RMS norms in bf16": norms.OF_RMS_IN_BF16,
     "products in bf16": products.IN_BF16,
     "products in fp32": products.IN_FP32,
 }

@@ -1,12 +1,14 @@
 """Norms, with their statistics and gradients."""
 
+import functools
+import warnings
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from kernels.compared.oracle import Row, assert_alike, drawn, in_fp64, rms
+from kernels.compared.oracle import Row, assert_alike, drawn, in_fp64, plus, rms
 from nano_loop.kernels.norm import norms, rms_norm
 
 ATEN = torch.ops.aten
@@ -183,21 +185,39 @@ class RmsNorm(NamedTuple):
     scale: float = 1.0
 
 
-def rms_norm_of(shape=(70, 3, 100), dimensions=1, scale=1.0, offset=0.0, eps=None, affine=True, seed=0):
+def rms_norm_of(
+    shape=(70, 3, 100),
+    dimensions=1,
+    scale=1.0,
+    offset=0.0,
+    eps=None,
+    affine=True,
+    dtype=torch.float32,
+    weights=torch.float32,
+    seed=0,
+):
     x, gradient, weight = (
         torch.randn(sizes, generator=torch.Generator().manual_seed(seed + number))
         for number, sizes in enumerate((shape, shape, shape[-dimensions:]))
     )
-    return RmsNorm((x + offset) * scale, weight if affine else None, gradient, [*shape[-dimensions:]], eps, scale)
+    x, gradient, weight = ((x + offset) * scale).to(dtype), gradient.to(dtype), weight.to(weights)
+    return RmsNorm(x, weight if affine else None, gradient, [*shape[-dimensions:]], eps, scale)
 
 
 def computed(norm):
     def compute(call):
         leaves = [leaf.detach().requires_grad_() for leaf in (call.x, call.weight) if leaf is not None]
         out = norm(leaves[0], call.shape, *leaves[1:], **{} if call.eps is None else {"eps": call.eps})
+        assert out.dtype is call.x.dtype
         return [out.detach(), *torch.autograd.grad(out, leaves, call.gradient)]
 
     return compute
+
+
+def by_torch(call):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        return computed(F.rms_norm)(call)
 
 
 def exact(call):
@@ -205,13 +225,29 @@ def exact(call):
     return computed(F.rms_norm)(in_fp64(call._replace(eps=eps)))
 
 
-OF_RMS = Row(
+RMS = functools.partial(
+    Row,
     make=rms_norm_of,
     ours=computed(rms_norm.rms_norm),
-    torchs=computed(F.rms_norm),
+    torchs=by_torch,
     exact=exact,
+    kernel=rms_norm.KERNEL,
+)
+OF_RMS = RMS(
     bound=lambda theirs, truth, call, place: 1.2 * theirs + 2**-24 * max(rms(truth), 1e-3 / call.scale),
     sizes=drawn(shape=SHAPES, dimensions=(1, 2), eps=[None, 1e-5], **OF_NUMBERS),
     large=[{}],
-    kernel=rms_norm.KERNEL,
+)
+OF_RMS_IN_BF16 = RMS(
+    bound=plus(1.1, 2**-12),
+    also=assert_alike,
+    sizes=drawn(
+        shape=SHAPES,
+        dimensions=(1, 2),
+        eps=[None, 1e-5],
+        dtype=[torch.bfloat16],
+        weights=[*DTYPES],
+        **OF_NUMBERS,
+    ),
+    large=[{"dtype": torch.bfloat16, "weights": weights} for weights in DTYPES],
 )
