@@ -1,4 +1,4 @@
-"""The image cache for code outside a run.
+"""`patch_torch` and `unpatch_torch`: the cache of decoded images for loaders outside a run.
 
 The other image modules are imported only with torchvision, because they need Pillow, which nano_loop does not require.
 """

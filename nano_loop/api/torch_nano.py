@@ -119,7 +119,7 @@ class TorchNano(OptionAttributes, RanksFabric):
         A call starts a run and returns the return value of the loop.
         """
         got = f"{type(self).__name__} has no train method"
-        raise NanoError(error_message(got, "a subclass of TorchNano has to define it", "Define train(self, ...)"))
+        raise NanoError(error_message(got, "a subclass of TorchNano must define it", "Define train(self, ...)"))
 
     @property
     def report(self) -> SetupReport | None:

@@ -226,7 +226,7 @@ def _named_operators(value: Any, allowed: str, advice: str) -> tuple[str, ...]:
     if isinstance(value, str) and value == "safe":
         raise RefusedValueError('the list "safe" is for fp32_ops', advice)
     if isinstance(value, Path) or (isinstance(value, str) and _is_path(value)):
-        names, allowed = _in_file(value), "the file must have a name of an operator on each line, or a comment after #"
+        names, allowed = _in_file(value), "each line of the file must have one operator's name, or a comment after #"
     elif isinstance(value, str):
         names = [name.strip() for name in value.split(",")]
     if not (_is_list(names) or isinstance(names, (set, frozenset))):
@@ -294,7 +294,7 @@ def contradictions(values: Mapping[str, Any], names: Mapping[str, str]) -> list[
     shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1
     if count == "auto" and values.get("split_batches") is False:
         # With whole batches on each rank, the training differs, so measurements must not choose the number.
-        expected = "a measured number needs processes that share each batch, and so compute the same as one"
+        expected = "a measured number of processes must compute the same as one process, so they must share each batch"
         got = shown(names["num_processes"], "auto")
         problems.append(error_message(got, expected, "Pass split_batches=True too, or a number"))
     if isinstance(shares, tuple) and "num_processes" in values and len(shares) != count:

@@ -1,9 +1,9 @@
-"""Calls the kernels of optimizers without what torch does around them in each ``step()`` and ``zero_grad()``.
+"""Calls kernels of optimizers without torch's overhead in each ``step()`` and ``zero_grad()``.
 
-torch labels each call for its profiler, breaks graphs that nobody compiles, and sorts the tensors by device and dtype.
-For a small model that is a tenth of a training step. Here the same hooks run, and the same kernel on the same tensors.
-What is unusual is left to torch: a first step, a closure, a mixture of dtypes, a profiler that runs, `torch.compile`,
-and whatever the program has put in the place of torch's functions.
+torch labels each call for its profiler, adds graph breaks even without a compiler, and sorts tensors by device and
+dtype. For a small model, this takes a tenth of a training step. Here, the same hooks run, and the same kernel with the
+same tensors. torch handles unusual calls: first steps, closures, mixed dtypes, a running profiler, `torch.compile`, and
+any function of torch that the program has replaced.
 """
 
 from __future__ import annotations
@@ -49,23 +49,22 @@ from nano_loop.patching.torch_private_optimizers import (
 _Method = Callable[..., Any]
 _Group = dict[str, Any]
 
-#: The elements from which on threads gain more than their start takes, 3 to 20 microseconds for each parameter.
+#: Minimum number of elements of a parameter for which threads gain more than their start takes, 3 to 20 microseconds.
 _LARGE = 1 << 15
 
-#: The least eps beside which the root of a denormal moment changes no bit of a divisor.
+#: The smallest eps that hides the root of a denormal moment: it changes no bit of the divisor.
 LEAST_EPS = 1e-11
 
 
 @contextmanager
 def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
-    """Step this optimizer by fused kernels, called directly where it is exactly one of the kinds that have some.
+    """Step this optimizer by fused kernels, called directly if its class is exactly one with such kernels.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        It keeps its class and its attributes; two methods are replaced in the classes that define them. Where a group
-        is not for a fused kernel, torch takes the step. The context does not hold it, and is to be left when it is
-        freed.
+        Its class and attributes stay unchanged; two methods are replaced in the classes that define them. torch steps
+        groups that no fused kernel supports. The context holds no reference to it. Exit it when the optimizer is freed.
     """
     kind, fused = type(optimizer), steps_fused(optimizer)
     del optimizer
@@ -84,12 +83,12 @@ def _is_left_to_torch(optimizer: Optimizer) -> bool:
 
 
 def _step(original: _Method) -> _Method:
-    """Return the replacement of ``step``, which torch has wrapped in what runs the hooks, unless others have, too."""
+    """Return the replacement of torch's ``step``, or `original` if anything but torch's hooks wraps it."""
     body = unhooked_step(original)
     if body is None:
         return original
 
-    @functools.wraps(original)  # with torch's mark, or it would wrap the replacement when an optimizer is built
+    @functools.wraps(original)  # keeps torch's mark, without which building an optimizer would wrap the replacement
     def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or _is_left_to_torch(self):
             return original(self, *args, **kwargs)
@@ -109,7 +108,7 @@ def _step(original: _Method) -> _Method:
 
 
 def _checked(changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that a hook before a step has returned. torch raises the same kind of error."""
+    """Return the arguments returned by a hook before a step. torch raises the same kind of error."""
     if not isinstance(changed, tuple) or len(changed) != 2:
         got = f"A hook before optimizer.step() returned {changed!r}"
         raise RuntimeError(
@@ -119,7 +118,7 @@ def _checked(changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _zero_grad(original: _Method) -> _Method:
-    """Return the replacement of ``zero_grad``, if that is torch's."""
+    """Return the replacement of torch's ``zero_grad``, or `original` if it is not torch's."""
     if module_of(original).partition(".")[0] != "torch":
         return original
 
@@ -185,7 +184,7 @@ def _call_by_torch(rule: row_steps.Rule, lists: Sequence[Sequence[Any]], setting
 
 
 def _gathered(optimizer: Optimizer, group: _Group) -> Callable[[], None] | None:
-    """Return what steps a group by one of torch's fused kernels, or None where torch has to do it."""
+    """Return a function that steps a group by one of torch's fused kernels, or None if torch must do it."""
     if not takes_kernel(group) or group.get("amsgrad"):
         return None
     rule = _RULES[type(optimizer)]
@@ -198,14 +197,14 @@ def _gathered(optimizer: Optimizer, group: _Group) -> Callable[[], None] | None:
         columns = [[state[name] for state in states] for name in names]
         counters = [[state["step"] for state in states]] if rule.has_counter else []
     except KeyError:
-        return None  # it is a first step
+        return None  # this is the first step
     if not all(map(are_counters, counters)):
         return None
     lists: list[list[Any]] = [parameters, [gradient for _, gradient in with_gradient], *columns]
     is_usual = not parameters or lie_in_order(lists)
     if not is_usual and (len({parameter.dtype for parameter in parameters}) > 1 or not lie_alike(lists)):
-        return None  # torch sorts by dtype, and has a loop
-    # torch's fused kernels raise no versions. Where the program has asked for one, that stays so.
+        return None  # torch sorts by dtype, and uses a loop
+    # torch's fused kernels change no versions. If the program has asked for one, this stays so.
     written = [] if group["fused"] else [*parameters, *chain(*columns)]
     lists += counters
     by_rows: list[RowStep] = []

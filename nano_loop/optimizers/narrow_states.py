@@ -1,7 +1,7 @@
 """States of an optimizer that stay in bf16 after a run until they are read.
 
-Converted at the run's end, moments would take 8 bytes per parameter beside the gradients, and the peak of a run in bf16
-would be there.
+If moments were converted at the end of a run, they would take 8 bytes per parameter in addition to the gradients, and a
+run in bf16 would reach its peak there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _wide(value: Tensor) -> Tensor:
 class NarrowStates(defaultdict[Any, Any]):
     """An optimizer's ``state`` that becomes fp32, one tensor at a time, before a method returns any of it.
 
-    Copies and pickles are of torch's class.
+    Copies and pickles have torch's class.
     """
 
     is_narrow = True
@@ -57,7 +57,7 @@ class NarrowStates(defaultdict[Any, Any]):
         return defaultdict, (self.default_factory,), None, None, iter(_items(self))
 
 
-_items = defaultdict.items  # of a `NarrowStates` as it is
+_items = defaultdict.items  # returns the items of a `NarrowStates` without converting them
 
 
 def _copied(states: NarrowStates) -> defaultdict[Any, Any]:
@@ -89,7 +89,7 @@ def keep_narrow(optimizer: Optimizer) -> None:
     """Keep the states of an optimizer in bf16 until they are read."""
     states = NarrowStates(getattr(optimizer.state, "default_factory", None), optimizer.state)
     if type(optimizer.state) is not defaultdict or _holders(optimizer) > _holders(SimpleNamespace(state={})):
-        states.widen()  # in the dictionaries of parameters, which a wrapper may read from its own reference
+        states.widen()  # in the dictionaries of parameters, to which a wrapper may hold references
     else:
         optimizer.state = states
 
@@ -99,7 +99,7 @@ def _holders(owner: Any) -> int:
 
 
 def take_back(optimizer: Optimizer) -> None:
-    """Make the states of an optimizer torch's class again, as they are."""
+    """Restore torch's class of the states of an optimizer, without converting them."""
     states = optimizer.state
     if isinstance(states, NarrowStates):
         optimizer.state = defaultdict(states.default_factory, _items(states))

@@ -1,10 +1,10 @@
-"""Fused steps over the rows of a table that have a gradient or a state, to the bit of torch's over all of them.
+"""Fused steps for only those rows of a table that have a gradient or a state, bit-identical to torch's full steps.
 
-A step of SGD or Adagrad changes no row without a gradient; one of Adam, or of SGD with momentum, none whose moments are
-zero, too. So it is without weight decay, and with AdamW's such rows only decay. Which rows have a gradient is known
-from `nano_loop.kernels.embedding`. Moments are looked through once, and again after somebody else has
-written to them. The last rows of a table whose size is no multiple of 16 are stepped by torch, which does not compute
-all of their numbers by vectors.
+A step of SGD or Adagrad leaves rows without a gradient unchanged. Adam, and SGD with momentum, leave rows unchanged
+whose gradient and moments are zero. This is true without weight decay; with AdamW's, such rows only decay. The rows
+with a gradient are known from `nano_loop.kernels.embedding`. Moments are searched once, and again after other code has
+written to them. If the size of a table is not a multiple of 16, torch steps the last rows, because it does not use
+vector instructions for all of their numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from nano_loop.patching.torch_private import has_lone_storage
 from nano_loop.patching.torch_private_optimizers import fused_adagrad, fused_adam, fused_sgd
 
 _UNIT = 16  # numbers that torch's kernels compute together on every CPU
-_EXAMPLE = (41, 24)  # rows and numbers of a table by which both are compared
-_LEAST, _LARGEST = 1e-30, 1e6  # of numbers of which products with zero are zero in fp32
+_EXAMPLE = (41, 24)  # rows and columns of a table on which both implementations are compared
+_LEAST, _LARGEST = 1e-30, 1e6  # numbers between these, times zero, are zero in fp32
 
 
 class RowStep(NamedTuple):
@@ -33,15 +33,15 @@ class RowStep(NamedTuple):
     Attributes
     ----------
     rule : Rule
-        What is computed.
+        The algorithm.
     rows : RowGradient
         The rows.
     tensors : tuple of torch.Tensor
         The table, and its gradient and states for functions in C.
     counter : torch.Tensor or None
-        The number of this step, once it is called.
+        The step's counter, incremented before the call.
     settings : mapping
-        Those of the group, by the names of torch's kernel.
+        Settings of the group, with the names of torch's kernel.
     """
 
     rule: Rule
@@ -51,7 +51,7 @@ class RowStep(NamedTuple):
     settings: Mapping[str, Any]
 
     def __call__(self) -> None:
-        """Take the step, without a gradient being recorded. Versions do not rise."""
+        """Take the step without recording gradients, and without changing versions."""
         count, width = self.rows.shape
         together = count - count % (_UNIT // math.gcd(_UNIT, width))
         self.rule.by_rows(self, together)
@@ -62,22 +62,22 @@ class RowStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """How rows are stepped by one of torch's kernels.
+    """How one of torch's kernels steps rows.
 
     Attributes
     ----------
     by_torch : callable
         Calls torch's kernel with lists of tensors and the settings.
     by_rows : callable
-        Takes a step, and how many rows it is for, of which it updates those that change.
+        Takes a step and the number of rows to consider, and updates those that change.
     settings : callable
-        Returns the settings of a group by the names of the kernel.
+        Returns a group's settings, with the names of the kernel.
     states : callable
-        Returns the names of the states by the settings.
+        Returns the names of the states for given settings.
     has_counter : bool
-        Whether torch counts the steps, and its kernel takes the counters after the states.
+        Whether torch counts steps, and its kernel takes the counters after the states.
     examples : tuple
-        Settings by which both are compared.
+        Settings with which both implementations are compared.
     """
 
     by_torch: Callable[..., None]
@@ -89,23 +89,23 @@ class Rule:
 
 
 def row_step(rule: Rule, tensors: Sequence[Tensor], settings: Mapping[str, Any]) -> RowStep | None:
-    """Return the step of a table by rows, or None where torch has to take it.
+    """Return the step of a table by rows, or None if torch must take it.
 
     Parameters
     ----------
     rule : Rule
-        What is computed.
+        The algorithm.
     tensors : sequence of torch.Tensor
         The table, its gradient, its states, and the counter, if there is one.
     settings : mapping
-        Those of the group, by the names of torch's kernel.
+        Settings of the group, with the names of torch's kernel.
     """
     rows = row_gradient_of(tensors[0])
     if rows is None:
         return None
     tensors, counter = (tensors[:-1], tensors[-1]) if rule.has_counter else (tensors, None)
     is_plain = all(_is_plain(tensor) and tensor.shape == rows.shape for tensor in tensors)
-    # torch copies a storage as a whole, when one of several states in it begins to be watched.
+    # If a storage contains several states, torch copies all of it when one of them begins to be watched.
     gradient = rows.raw(tensors[1]) if is_plain and all(map(has_lone_storage, tensors[2:])) else None
     if gradient is not None and _keeps_others(settings) and _computes_as_torch(rule):
         return RowStep(rule, rows, (tensors[0], gradient, *rows.marked(tensors[2:])), counter, settings)
@@ -152,7 +152,7 @@ def _sign(settings: Mapping[str, Any]) -> float:
 
 
 def _keeps_others(settings: Mapping[str, Any]) -> bool:
-    """Whether rows without a gradient and a state stay what they are, or decay."""
+    """Whether rows without a gradient and a state stay unchanged, or only decay."""
     is_kept = not settings["weight_decay"] or settings.get("is_decoupled", False)
     return bool(is_kept and abs(settings["lr"]) < _LARGEST and settings.get("eps", 1) > _LEAST)
 
@@ -205,7 +205,7 @@ ADAGRAD = Rule(
 
 @functools.cache
 def _computes_as_torch(rule: Rule) -> bool:
-    """Whether steps of a table have the bits of torch's, which another version of torch may compute otherwise."""
+    """Whether steps of a table are bit-identical to torch's, which may differ in another version of torch."""
     with torch.no_grad():
         return KERNEL.unavailable is None and all(_is_equal(rule, settings) for settings in rule.examples)
 

@@ -1,11 +1,11 @@
-"""bf16 weights with what they lack of fp32 ones, so that an optimizer loses no update.
+"""bf16 weights with the low bits of fp32 ones stored separately, so that no update of an optimizer is lost.
 
-A split weight is the nearest bf16 number, of two as near the larger one, and a rest of 16 bits with a sign: together an
-fp32 number, to the bit. Only infinity, NaN and what would be rounded to infinity are cut, and not rounded. Intel's
-Split-SGD keeps such halves, cut.
+A split weight consists of the nearest bf16 number (the larger one of two equally near ones) and a signed rest of 16
+bits. Together they are an fp32 number, bit-identical. Only infinity, NaN, and numbers that would be rounded to infinity
+are truncated instead of rounded. Intel's Split-SGD stores such halves, truncated.
 
-A rest belongs to the numbers that it was made for. Whatever writes to a weight, in whichever way, changes the checksum
-of a block of it, and the rests of that block are 0 then. `kernels/csrc/optimizers.c` has the same numbers and sums.
+A rest is valid only for the weights that it was computed from. Any other write to a weight changes the checksum of its
+block, and the block's rests are then read as 0. `kernels/csrc/optimizers.c` has the same constants and checksums.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nano_loop.kernels.memory import empty
 from nano_loop.patching.optimizers import is_dense, laid_out_as, lies_as
 
-_BLOCK = 512  # numbers with a checksum
+_BLOCK = 512  # numbers per checksum
 _PIECE = 512 * _BLOCK  # numbers that are converted at a time
 _SIZE, _LARGEST, _HALF = 0x7FFFFFFF, 0x7F7F0000, 0x8000  # see `split` in C
 _MIXERS = (0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32), 0x846CA68B - (1 << 32))
 
 
 class Rest(NamedTuple):
-    """What some bf16 weights lack of fp32 ones.
+    """The rests of some bf16 weights: their differences from fp32 ones.
 
     Attributes
     ----------
     storage : StorageWeakRef
-        The memory of the weights. Another tensor may have its address later.
+        The memory of the weights. Another tensor may have the same address later.
     numbers : torch.Tensor
-        A number in int16 for each weight, in the order of memory.
+        An int16 number for each weight, in the order of memory.
     checksums : torch.Tensor
-        A number in int32 for each block of the weights.
+        An int32 number for each block of weights.
     """
 
     storage: StorageWeakRef
@@ -45,7 +45,7 @@ class Rest(NamedTuple):
 
     @property
     def is_freed(self) -> bool:
-        """Whether the weights are."""
+        """Whether the weights have been freed."""
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
 
@@ -54,13 +54,13 @@ class SplitWeights:
 
     def __init__(self) -> None:
         self._rests: dict[int, Rest] = {}
-        self._room = 0  # how many there may be before freed ones are looked for
+        self._room = 0  # number of entries at which freed ones are searched for
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # weak references to storages are copied as numbers, and freed twice
 
     def of(self, data: Tensor) -> Rest:
-        """Return the rests of weights; they are zeros where there were none."""
+        """Return the rests of weights: zeros if there were none."""
         address = data.data_ptr()
         rest = self._rests.get(address)
         if rest is None or rest.is_freed or len(rest.numbers) != data.numel():
@@ -82,7 +82,7 @@ class SplitWeights:
         return result
 
     def write(self, into: Tensor, wide: Tensor) -> None:
-        """Write fp32 numbers into bf16 weights and their rests."""
+        """Write fp32 numbers to bf16 weights and their rests."""
         rest = self.of(into)
         if not lies_as(wide, into):
             wide = laid_out_as(into, wide) if is_dense(into) else wide.contiguous()
@@ -139,7 +139,7 @@ class SplitWeights:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor as they lie in memory, or a copy of them where there are gaps or overlaps."""
+    """Return the numbers of a tensor in the order of memory: a view, or a copy if there are gaps or overlaps."""
     return tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.contiguous().view(-1)
 
 

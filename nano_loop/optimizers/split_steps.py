@@ -1,7 +1,7 @@
-"""Steps of SGD, Adam and AdamW in one pass in C, over split or fp32 weights, with moments in fp32 or bf16.
+"""Steps of SGD, Adam and AdamW in one pass in C, for split or fp32 weights, with moments in fp32 or bf16.
 
 torch's own ``step()`` makes the lists of a group, runs hooks and closures, and reads the settings. Only the function
-that it calls for the lists is another one.
+that it calls with the lists is replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KINDS = (AdamW, Adam, SGD)
 
 
 def why_not(optimizer: Optimizer) -> str | None:
-    """Return why no step of an optimizer is one pass in C, or None if some may be."""
+    """Return why no step of an optimizer can be one pass in C, or None if some may be."""
     name = type(optimizer).__name__
     kind = next((kind for kind in _KINDS if isinstance(optimizer, kind)), None)
     if kind is None:
@@ -43,16 +43,16 @@ def why_not(optimizer: Optimizer) -> str | None:
 
 
 class SplitSteps:
-    """The steps of one optimizer, as `nano_loop.optimizers.torch_fused_steps` asks for them.
+    """The steps of one optimizer, for `nano_loop.optimizers.torch_fused_steps`.
 
     Parameters
     ----------
     weights : SplitWeights or None
-        The run's. None: bf16 weights are the program's own, and have no rests.
+        The split weights of the run. None: bf16 weights belong to the program, and have no rests.
     moments : torch.dtype
-        Of the states, fp32 or bf16.
+        Dtype of the states, fp32 or bf16.
     seed : int
-        Equal steps with one seed round moments alike.
+        Seed for rounding moments. Equal steps with the same seed round equally.
     """
 
     def __init__(self, weights: SplitWeights | None, moments: torch.dtype, seed: int) -> None:
@@ -61,7 +61,7 @@ class SplitSteps:
         self._dtypes = (torch.float32,) if weights is None else (torch.float32, torch.bfloat16)
 
     def takes(self, optimizer: Optimizer) -> bool:
-        """Whether the next step of an optimizer is in C, with the gradients that there are."""
+        """Whether the next step of an optimizer runs in C, with the current gradients."""
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return False
         return all(self._takes(group, group["params"]) for group in optimizer.param_groups)
@@ -84,7 +84,7 @@ class SplitSteps:
         return parameter.is_contiguous() or is_dense(parameter)
 
     def prepare(self, optimizer: Optimizer, lists: Sequence[list[Any]]) -> None:
-        """Give the states that torch has made for a group, or that were loaded, the dtype and the layout of a step."""
+        """Convert states that torch has created, or that were loaded, to the dtype and the layout of a step."""
         parameters, _, *states = lists
         for tensors in states[:-1] if isinstance(optimizer, Adam) else states:  # without Adam's counters
             for place, (parameter, value) in enumerate(zip(parameters, tensors, strict=False)):
@@ -99,7 +99,7 @@ class SplitSteps:
     def step(
         self, original: Callable[..., Any], group: Mapping[str, Any], lists: Sequence[list[Any]], settings: Any
     ) -> Any:
-        """Step a group, or let torch's function do it.
+        """Step a group, or call torch's function to do it.
 
         Parameters
         ----------
@@ -108,9 +108,9 @@ class SplitSteps:
         group : mapping
             The group.
         lists : sequence of list
-            What that takes: the parameters, their gradients, their states, and the counters of steps.
+            Its arguments: the parameters, their gradients, their states, and the step counters.
         settings : dict
-            What that takes by name.
+            Its keyword arguments.
         """
         is_scaled = settings.get("grad_scale") is not None or settings.get("found_inf") is not None
         if is_scaled or not self._takes(group, lists[0]):
@@ -126,12 +126,12 @@ class SplitSteps:
         return state if self.moments is torch.float32 else in_fp32(state)
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Use the bf16 states of a run before."""
+        """Use the bf16 states of a previous run."""
         if self.moments is not torch.float32:
             take_back(optimizer)
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Make the states of an optimizer torch's."""
+        """Convert the states of an optimizer back to torch's."""
         if self.moments is not torch.float32:
             keep_narrow(optimizer)
 
@@ -186,7 +186,7 @@ def _sign(settings: Mapping[str, Any]) -> float:
 
 
 def _mixed(number: int) -> int:
-    """Return 63 bits that look random, after Steele's splitmix64."""
+    """Return 63 pseudo-random bits, by Steele's splitmix64."""
     number = number * 0x9E3779B97F4A7C15 & (1 << 64) - 1
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
     number = (number ^ number >> 27) * 0x94D049BB133111EB & (1 << 64) - 1

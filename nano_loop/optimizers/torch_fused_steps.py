@@ -1,10 +1,10 @@
-"""Steps by torch's fused kernels, where torch would take its loop over operators, and where the kernels are right.
+"""Steps by torch's fused kernels in place of torch's loop over operators, when their results are correct.
 
-The kernels read and write as many numbers as a parameter has, from the first address of each tensor on, and check
-nothing. Where a parameter, its gradient or a state has gaps, overlaps or lies in another order, each element is updated
-by another one's numbers, and memory of other tensors is written (pytorch#110758 reports it for CUDA). So each step asks
-for each group. What the program sees in ``param_groups`` are its own flags, at any time: only the function that torch's
-``step()`` calls for a group gets the kernel's flag.
+The kernels read and write as many numbers as a parameter has, starting at the first address of each tensor, and check
+nothing. If a parameter, its gradient or a state has gaps, overlaps or another order, elements are updated with other
+elements' numbers, and memory of other tensors is overwritten (pytorch#110758 reports it for CUDA). So each step checks
+each group. The flags in ``param_groups`` never change for the program: only the function that torch's ``step()`` calls
+for a group gets the kernel's flag.
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ _Group = dict[str, Any]
 
 _SIZE, _IS_CPU = Tensor.size, attrgetter("is_cpu")
 
-#: The list of parameters that a step has made for a group, the group and the optimizer's id, by the id of the list.
+#: By id of the parameter list that a step has made for a group: the list, the group, and the optimizer's id.
 _prepared: dict[int, tuple[list[Tensor], _Group, int]] = process_wide("groups that are stepped", {})
 
 
 class OwnSteps(Protocol):
-    """Steps of an optimizer by another kernel than torch's."""
+    """Steps of an optimizer by a kernel that is not torch's."""
 
     def prepare(self, optimizer: Optimizer, lists: Sequence[list[Any]]) -> None:
-        """Change the states in the lists of a group, and in the optimizer, for the step."""
+        """Prepare the states in the lists of a group, and in the optimizer, for the step."""
 
     def step(self, original: _Function, group: _Group, lists: Sequence[list[Any]], settings: dict[str, Any]) -> Any:
-        """Step a group with what torch's function takes, or call that."""
+        """Step a group, given the arguments of torch's function, or call that function."""
 
 
-#: By the ids of the optimizers whose steps are fused: what steps them instead of torch's kernels, or None.
+#: By id of the optimizers whose steps are fused: the steps used instead of torch's kernels, or None.
 _fused: dict[int, OwnSteps | None] = process_wide("optimizers whose steps are fused", {})
 
 
 @contextmanager
 def steps_fused(optimizer: Optimizer, own: OwnSteps | None = None) -> Iterator[None]:
-    """Step this Adam, AdamW, SGD or Adagrad by fused kernels, where its own ``step()`` and a group's flags allow it.
+    """Step this Adam, AdamW, SGD or Adagrad by fused kernels, if its own ``step()`` and a group's flags allow it.
 
-    The context does not hold the optimizer, and is to be left when it is freed.
+    The context holds no reference to the optimizer. Exit it when the optimizer is freed.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
         The optimizer.
     own : OwnSteps, optional
-        What steps its groups instead of torch's kernels.
+        Steps the groups instead of torch's kernels.
     """
     kind, number = type(optimizer), id(optimizer)
     del optimizer
     owner = next(base for base in _FUNCTIONS if issubclass(kind, base))
     name, make = _FUNCTIONS[owner]
     with ExitStack() as changes:
-        changes.callback(_prepared.clear)  # after an error between the two functions
+        changes.callback(_prepared.clear)  # in case of an error between the two functions
         changes.enter_context(groups_prepared(kind, _noting))
         changes.enter_context(replaced(sys.modules[owner.__module__], name, make))
         changes.enter_context(shared_change(("fused steps", number, own), lambda: entry_set(_fused, number, own)))
@@ -76,31 +76,31 @@ def steps_fused(optimizer: Optimizer, own: OwnSteps | None = None) -> Iterator[N
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether the steps of an optimizer are fused where they can be."""
+    """Whether the steps of an optimizer are fused where possible."""
     return id(optimizer) in _fused
 
 
 def has_own_steps(optimizer: Optimizer) -> bool:
-    """Whether another kernel than torch's steps an optimizer."""
+    """Whether a kernel that is not torch's steps an optimizer."""
     return _fused.get(id(optimizer)) is not None
 
 
 def steps_as_torch(kind: type[Optimizer]) -> bool:
-    """Whether nobody but nano_loop has put anything in the place of torch's function for the steps of a kind."""
+    """Whether torch's function for the steps of a kind is in place, or replaced by nano_loop only."""
     owner = next(base for base in _FUNCTIONS if issubclass(kind, base))
     return is_torchs(vars(sys.modules[owner.__module__])[_FUNCTIONS[owner][0]])
 
 
 @functools.lru_cache(maxsize=16)  # each step asks
 def is_torchs(function: Any) -> bool:
-    """Whether a function of torch, or what this module has put in its place, is that of torch."""
+    """Whether a function belongs to torch, or is this module's replacement of torch's function."""
     while module_of(function) == __name__:
         function = function.__wrapped__
     return module_of(function).partition(".")[0] == "torch"
 
 
 def takes_kernel(group: _Group) -> bool:
-    """Whether a fused kernel computes what a group's settings say: the program asks for it, or for no other."""
+    """Whether a fused kernel supports a group's settings, and the program asks for it or for no implementation."""
     if group["differentiable"] or group.get("capturable") or not isinstance(group["lr"], (int, float)):
         return False
     for beta in group.get("betas", ()):
@@ -110,26 +110,26 @@ def takes_kernel(group: _Group) -> bool:
 
 
 def are_counters(counters: Sequence[Any]) -> bool:
-    """Whether a kernel counts with these numbers of steps as torch's loop, which adds 1 for each parameter."""
+    """Whether a kernel counts steps with these tensors like torch's loop, which adds 1 for each parameter."""
     are_numbers = all(isinstance(counter, Tensor) and counter.is_floating_point() for counter in counters)
     return are_numbers and len({*map(id, counters)}) == len(counters)
 
 
 def lie_alike(lists: Sequence[Sequence[Any]]) -> bool:
-    """Whether a fused kernel finds the numbers of each parameter, its gradient and its states at the same places.
+    """Whether each parameter, its gradient and its states have the same layout, as a fused kernel needs.
 
     Parameters
     ----------
     lists : sequence of sequences
-        The parameters, their gradients, and a sequence for each of their states. What is None does not lie alike.
+        The parameters, their gradients, and a sequence for each of their states. The result is False if any is None.
     """
     return lie_in_order(lists) or all(map(_is_alike, zip(*lists, strict=True)))
 
 
 def lie_in_order(lists: Sequence[Sequence[Any]]) -> bool:
-    """Whether all of them are contiguous, without a negative bit, and of one dtype.
+    """Whether all tensors are contiguous, without a negative bit, and of one dtype.
 
-    The common case: this is the overhead of a step.
+    This is the common case, so its time is the overhead per step.
     """
     parameters = lists[0]
     dtype, shapes = parameters[0].dtype, [*map(_SIZE, parameters)]
@@ -140,7 +140,7 @@ def lie_in_order(lists: Sequence[Sequence[Any]]) -> bool:
                     return False
             if tensors is not parameters and [*map(_SIZE, tensors)] != shapes:
                 return False
-    except RuntimeError:  # tensors without strides, as sparse ones in CSR
+    except RuntimeError:  # tensors without strides, such as sparse ones in CSR
         return False
     return dtype.is_floating_point and all(map(_IS_CPU, parameters))
 
@@ -156,7 +156,7 @@ def _is_alike(tensors: Sequence[Any]) -> bool:
 
 
 def _noting(original: _Function) -> _Function:
-    """Return the replacement of what makes the lists of a group in a step."""
+    """Return the replacement of the function that makes the lists of a group in a step."""
 
     @functools.wraps(original)
     def prepare(self: Optimizer, group: _Group, *lists: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def _fusing(has_counters: bool, original: _Function) -> _Function:
         if group is None or is_scaled:
             return original(parameters, *lists, **settings)
         of_parameters = [parameters, *filter(_exist, lists[:-1] if has_counters else lists)]
-        if group["fused"]:  # by the program: torch raises no versions then, and is wrong where they lie otherwise
+        if group["fused"]:  # set by the program: torch changes no versions then, and is wrong for different layouts
             if all(map(_is_plain, chain(*of_parameters))) and not lie_alike(of_parameters):
                 settings.update(fused=False, foreach=False)
         elif (
@@ -202,12 +202,12 @@ def _fusing(has_counters: bool, original: _Function) -> _Function:
 
 
 def _exist(states: Sequence[Tensor | None]) -> bool:
-    """Whether there are such states: not those of other settings, nor momenta before the first step."""
+    """Whether these states exist: others belong to other settings, or are momenta before the first step."""
     return any(state is not None for state in states)
 
 
 def _is_plain(tensor: Tensor | None) -> bool:
-    """Whether a fused kernel raises no error for a tensor."""
+    """Whether a fused kernel accepts a tensor without an error."""
     if tensor is None or tensor.layout is not torch.strided:
         return False
     return tensor.is_floating_point() and not tensor.is_neg()
@@ -217,7 +217,7 @@ def _has_momenta(group: _Group, lists: list[list[Any]]) -> bool:
     """Add zero momenta for parameters that SGD steps for the first time, such as those of an unfrozen layer.
 
     torch's fused SGD raises if only some parameters have a momentum buffer. Without dampening, a first step equals a
-    step from zero momentum. With dampening it does not, and torch's loop has to do this step.
+    step from zero momentum. With dampening it does not, and torch's loop must take this step.
     """
     for states in lists[2:]:
         for place, state in enumerate(states):
@@ -228,7 +228,7 @@ def _has_momenta(group: _Group, lists: list[list[Any]]) -> bool:
     return True
 
 
-#: The name of torch's function for the steps of a kind, in the kind's module, and what makes its replacement.
+#: The name of torch's function for the steps of a kind, in the kind's module, and the function that replaces it.
 _FUNCTIONS: dict[type[Optimizer], tuple[str, Callable[[_Function], _Function]]] = {
     Adam: ("adam", functools.partial(_fusing, True)),
     SGD: ("sgd", functools.partial(_fusing, False)),

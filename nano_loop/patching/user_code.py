@@ -1,4 +1,4 @@
-"""Finds the current line of the user's code, past the frames of torch, Fabric and nano_loop, and warns about it."""
+"""Finds the current line of the user's code, skipping frames of torch, Fabric and nano_loop, and warns about it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _NOT_THE_USERS = (
 
 
 def is_users(filename: str) -> bool:
-    """Whether code of this file is the user's."""
+    """Whether a file contains code of the user."""
     return not filename.startswith(_NOT_THE_USERS)
 
 
 def users_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:
-    """Return the innermost of `frames` (outermost first) that is the user's, or None."""
+    """Return the innermost frame of the user's code among `frames` (outermost first), or None."""
     return next((frame for frame in reversed(frames) if is_users(frame.filename)), None)
 
 
@@ -44,7 +44,7 @@ def users_traceback(traceback: TracebackType | None, *, keeps_last: bool = True)
     """Return a traceback without the nano_loop frames that lead to the user's code or to a module.
 
     Frames below the last such frame are kept, to show where nano_loop or its callee raised. If `keeps_last` is False,
-    they are removed as well, as for an error that tells the user what to change.
+    they are removed as well, which suits errors that describe what the user should change.
     """
     entries: list[TracebackType] = []
     while traceback is not None:
@@ -60,7 +60,7 @@ def users_traceback(traceback: TracebackType | None, *, keeps_last: bool = True)
 
 
 def trim_tracebacks(error: BaseException, *, keeps_last: bool = True) -> None:
-    """Remove those nano_loop frames from the tracebacks of an error and of the errors that caused it."""
+    """Remove such nano_loop frames from the tracebacks of an error and of the errors that caused it."""
     error.__traceback__ = users_traceback(error.__traceback__, keeps_last=keeps_last)
     seen, before = {id(error)}, error.__cause__ or error.__context__
     while before is not None and id(before) not in seen:
@@ -70,7 +70,7 @@ def trim_tracebacks(error: BaseException, *, keeps_last: bool = True) -> None:
 
 
 def _is_led_to(file: str) -> bool:
-    """Whether nano_loop calls a file for the user, rather than for itself, as it calls the standard library."""
+    """Whether nano_loop calls a file on the user's behalf, and not for itself like the standard library."""
     if file.startswith(_MODULES):
         return True
     of_library = file.startswith((_STANDARD, "<frozen")) and _PACKAGES.name not in Path(file).parts
@@ -78,7 +78,7 @@ def _is_led_to(file: str) -> bool:
 
 
 def _is_between(files: Sequence[str], place: int) -> bool:
-    """Whether a file is nano_loop's, or is contextlib next to a nano_loop frame."""
+    """Whether a file belongs to nano_loop, or is contextlib next to a nano_loop frame."""
     if files[place] != contextlib.__file__:
         return files[place].startswith(_PACKAGE)
     around: tuple[Iterable[str], ...] = (reversed(files[:place]), files[place + 1 :])
@@ -87,7 +87,7 @@ def _is_between(files: Sequence[str], place: int) -> bool:
 
 
 def users_line() -> str:
-    """Return the source line of the user's code being executed, as a traceback shows it, or an empty string."""
+    """Return the running source line of the user's code in the format of a traceback, or an empty string."""
     frame = users_frame(traceback.extract_stack())
     return "" if frame is None else "".join(traceback.format_list([frame])).rstrip()
 
@@ -101,7 +101,7 @@ class Place(NamedTuple):
 
 
 def users_place() -> Place | None:
-    """Return the place of the user's code that is running in this thread, or None."""
+    """Return the place in the user's code that is running in this thread, or None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -116,7 +116,7 @@ def warn(message: str) -> None:
     if place is None:
         warnings.warn(message, NanoWarning, stacklevel=2)
     else:
-        registry = place.names.setdefault("__warningregistry__", {})  # as `warnings.warn` does
+        registry = place.names.setdefault("__warningregistry__", {})  # like `warnings.warn`
         module = str(place.names.get("__name__"))
         warnings.warn_explicit(message, NanoWarning, place.filename, place.number, module, registry)
 

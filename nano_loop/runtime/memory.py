@@ -1,6 +1,6 @@
-"""The memory of a training: its peak for the report, and an error in its first step where it would not fit.
+"""Measures the peak memory of training for the report, and raises an error in the first step if it would not fit.
 
-The error comes where the kernel would otherwise kill the process without a word.
+The error prevents the kernel from killing the process without a message.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects, class_na
 from nano_loop.steps.allocator import give_back
 
 _NAME = "memory"
-_FULL = 0.95  # of the limit: from there on, a first step is stopped
+_FULL = 0.95  # fraction of the limit above which a first step is stopped
 #: Fraction of the cgroup's limit. A heap that keeps freed memory grows to 1.6 times the memory in use, since glibc's
 #: aligned blocks do not fit where such blocks were. If the prediction exceeds this fraction, freed large blocks are
 #: returned to the system, which makes the prediction hold. With `memory_limit`, they always are.
 _TIGHT = 0.5
-_MUCH = 0.25  # of the peak, from which on the report names its largest part
-_SHOWN = 4  # of the largest tensors
+_MUCH = 0.25  # fraction of the peak above which the report names its largest part
+_SHOWN = 4  # number of the largest tensors that an error shows
 _BEFORE, _ACTIVATIONS = "libraries and data", "activations"
 _CGROUP = "the cgroup"
-#: What to do, by the largest part.
+#: What to do about the largest part.
 _HINTS = {
     "parameters": "Take a smaller model",
     "gradients": "Train fewer of the parameters",
@@ -62,11 +62,11 @@ class MemoryUse(NamedTuple):
     Attributes
     ----------
     peak : int
-        The most that it has had at once.
+        The maximum so far.
     predicted : int or None
-        What was predicted in the first step; None where nothing limits the memory.
+        Predicted in the first step; None if nothing limits the memory.
     parts : dict
-        Of what the peak consists, as far as it is known.
+        The known parts of the peak.
     """
 
     peak: int
@@ -82,29 +82,29 @@ class MemoryUse(NamedTuple):
 
 
 class _Limit(NamedTuple):
-    """The most resident memory that this process may have, and what says so."""
+    """The maximum resident memory that this process may use, and the source of this limit."""
 
     most: float
     source: str
 
 
 class MemoryWatch:
-    """Looks at the memory of one run.
+    """Observes the memory of one run.
 
-    From a setup with optimizers until each of these has stepped, the resident memory is asked for after each call of a
-    module in training, and before the backward of what it has returned. Before the first step, the peak of what follows
-    is predicted. Without a limit nothing is asked.
+    From a setup with optimizers until each of these has stepped, the resident memory is read after each call of a
+    module in training, and before the backward of its outputs. Before the first step, the peak of the following steps
+    is predicted. Without a limit, nothing is read.
 
     Parameters
     ----------
     options : Options
         The options of the run.
     ranks : Ranks
-        Its processes.
+        The processes of the run.
     clock : StepClock
-        Its clock.
+        The clock of the run.
     interceptors : CallInterceptors
-        Its interceptors of calls.
+        Its call interceptors.
     """
 
     def __init__(
@@ -118,16 +118,16 @@ class MemoryWatch:
         self._clock, self._interceptors = clock, interceptors
         self._models: Any = WeakIdKeyDictionary()
         self._parts = dict.fromkeys((_BEFORE, *_HINTS), 0)
-        self._tensors: dict[str, int] = {}  # the bytes of the largest ones
-        self._outputs: dict[tuple[Any, ...], str] = {}  # by shapes and dtypes, of which module
+        self._tensors: dict[str, int] = {}  # the sizes of the largest ones in bytes
+        self._outputs: dict[tuple[Any, ...], str] = {}  # names of modules, by dtype and shape of the output
         self._predicted: int | None = None
         self._limit: _Limit | None = None
-        self._most = 0  # of the first step, where it was asked for
+        self._most = 0  # the maximum in the first step
         self._peak_before = 0
-        self._stop: list[Callable[[], object]] = []  # what ends the first step's watch
+        self._stop: list[Callable[[], object]] = []  # ends the observation of the first step
 
     def add(self, parts: TrainingObjects) -> None:
-        """Watch the first step of what one `setup` has set up."""
+        """Observe the first step of everything that one `setup` has set up."""
         for model in [model for model in parts.models if model not in self._models]:
             self._models[model] = None
             tensors = {name: _bytes(tensor) for name, tensor in named_parameters_of(model)}
@@ -146,7 +146,7 @@ class MemoryWatch:
             self._watch()
 
     def final_result(self) -> StepResult | None:
-        """Return the peak of this process and its largest part; None where nothing has trained."""
+        """Return the peak of this process and its largest part; None if nothing has trained."""
         if not self._clock.steps:
             return None
         peak = peak_memory()
@@ -160,7 +160,7 @@ class MemoryWatch:
         )
 
     def explain(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Raise a `NanoMemoryError` in place of torch's error that there is not enough memory. For `ExitStack.push`."""
+        """Raise a `NanoMemoryError` instead of torch's out-of-memory error. For `ExitStack.push`."""
         if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):
             raise self._error(" ".join(str(error).split()), self._read_limit()) from error
 
@@ -176,7 +176,7 @@ class MemoryWatch:
         self._stop.append(partial(self._interceptors.release, _NAME))
 
     def _around(self, names: dict[int, str], module: nn.Module) -> Call:
-        """Return what is around the calls of one module in the first step."""
+        """Return a wrapper for the calls of one module in the first step."""
         name = " ".join(filter(None, (names.get(id(module)), f"({class_name(module)})")))
 
         def asking(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ class MemoryWatch:
                 self._peak_before = peak_memory()
             outputs = function(module, *args, **kwargs)
             if is_training and self._stop:
-                # Those of other classes, as lazy logits, may take no memory.
+                # Tensors of other classes, such as lazy logits, may have no memory.
                 for tensor in [tensor for tensor in find(Tensor, outputs) if type(tensor) is Tensor]:
                     self._outputs.setdefault((tensor.dtype, *tensor.shape), name)
                     if tensor.grad_fn is not None:
@@ -196,18 +196,18 @@ class MemoryWatch:
         return asking
 
     def _ask(self, where: str, *_: object) -> None:
-        """Raise if the process has nearly all the memory that it may have. Also a hook of nodes of the backward."""
+        """Raise if the process uses nearly all the memory that it may. Also a hook of autograd nodes."""
         now = resident_memory()
         if not self._stop or now is None:
             return
         self._most = max(self._most, now)
         if self._limit is not None and now > _FULL * self._limit.most:
-            self._limit = self._read_limit()  # other processes may have ended meanwhile
+            self._limit = self._read_limit()  # other processes may have ended since
             if self._limit is not None and now > _FULL * self._limit.most:
                 raise self._error(f"{where} takes this process to {size(now)} in the first step", self._limit)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Predict the peak, which has the states of the optimizers, too: their first step makes them."""
+        """Predict the peak, which includes the optimizers' states that the first step creates."""
         self._parts["gradients"] = self._gradients()
         coming, limit = sum(map(_states_to_come, self._clock.optimizers)), self._limit and self._read_limit()
         self._parts["states of optimizers"] = coming + sum(map(bytes_of_states, self._clock.optimizers))
@@ -215,14 +215,14 @@ class MemoryWatch:
         if limit is None or now is None:
             return
         self._most = peak if peak > self._peak_before else max(self._most, now)
-        # A measurement of the tuner holds one more result, and a gradient of its size.
+        # Measurements of the tuner need memory for one more result and its gradient.
         again = 2 * max(map(_bytes_of, self._outputs), default=0) if self._options.tune_operators else 0
         self._predicted = self._most + coming + again
         if self._predicted > limit.most:
             raise self._error(f"a training step is predicted to take {size(self._predicted)}", limit)
 
     def _end_first_step(self) -> None:
-        """Take all away that the first step was watched by."""
+        """Stop observing the first step."""
         stop, self._stop = self._stop, []
         for function in stop:
             function()
@@ -241,10 +241,10 @@ class MemoryWatch:
     # --- limits and words ---
 
     def _read_limit(self) -> _Limit | None:
-        """Return the lower one of the option and of what the cgroup leaves, for this process of several."""
+        """Return the lower one of the option and the cgroup's limit, divided by the number of processes."""
         limits = []
         if self._options.memory_limit is not None:
-            most: Any = self._options.memory_limit  # checked, so a number by now
+            most: Any = self._options.memory_limit  # validated, so it is a number here
             limits.append(_Limit(most / self._ranks.size, self._options.as_written["memory_limit"]))
         left = memory_left(Tree("/")).get("the cgroup")
         if left is not None:
@@ -252,7 +252,7 @@ class MemoryWatch:
         return min(limits, default=None)
 
     def _error(self, got: str, limit: _Limit | None) -> NanoMemoryError:
-        """Return the error with the largest parts and tensors, and with what to do about them."""
+        """Return the error, with the largest parts and tensors and with advice."""
         parts = self._parts | {"gradients": self._gradients(), _ACTIVATIONS: 0}
         parts[_ACTIVATIONS] = max((resident_memory() or 0) - sum(parts.values()), sum(map(_bytes_of, self._outputs)))
         outputs = {f"output of {name}": _bytes_of(kind) for kind, name in self._outputs.items()}
@@ -263,7 +263,7 @@ class MemoryWatch:
         expected = f"{allowed}; the parts are {_listed(parts.items())}"
         expected += f"; the largest tensors are {_listed(tensors)}" if tensors else ""
         more = "let the process have more memory" if limit is None or limit.source == _CGROUP else "raise memory_limit"
-        is_too_low = limit is not None and parts[_BEFORE] > limit.most  # whatever the program trains
+        is_too_low = limit is not None and parts[_BEFORE] > limit.most  # even without the model
         hint = more.capitalize() if is_too_low else f"{_HINTS[max(_HINTS, key=parts.__getitem__)]}, or {more}"
         return NanoMemoryError(error_message(got, expected, hint))
 
@@ -284,13 +284,13 @@ def _bytes_of(kind: tuple[Any, ...]) -> int:
 
 
 def bytes_of_states(optimizer: Optimizer) -> int:
-    """Return the bytes of an optimizer's states."""
+    """Return the size of an optimizer's states in bytes."""
     values = (value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values())
     return sum(_bytes(value) for value in values if isinstance(value, Tensor))
 
 
 def _is_torchs(kind: type[Optimizer]) -> bool:
-    """Whether the class and the module of an optimizer have only functions of torch."""
+    """Whether the class and the module of an optimizer contain only functions of torch."""
     waiting, names = [*vars(kind).values(), *vars(sys.modules[kind.__module__]).values()], set()
     while waiting:
         function = waiting.pop()
@@ -301,9 +301,9 @@ def _is_torchs(kind: type[Optimizer]) -> bool:
 
 
 def _states_to_come(optimizer: Optimizer) -> int:
-    """Return the bytes of the states that the first step of an optimizer makes: 0 where they are not torch's.
+    """Return the size in bytes of the states that an optimizer's first step will create; 0 if they are not torch's.
 
-    torch's own step says it, of one tensor without memory for each group. What a program has put there is not called.
+    torch's own step computes it, for one tensor without memory per group. Replacements by the program are not called.
     """
     kinds: list[Any] = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
     kind = kinds[0]
@@ -321,7 +321,7 @@ def _states_to_come(optimizer: Optimizer) -> int:
         groups = [{**group, **{name: value for name, value in plain.items() if name in group}, "params": [like]}]
         trial = kind.__new__(kind)
         vars(trial).update(defaults=optimizer.defaults, state=defaultdict(dict), param_groups=groups)
-        # LBFGS's needs a closure: what is not known is not counted. ASGD's needs numbers, once its states are there.
+        # Unknown states count as 0: LBFGS needs a closure. ASGD needs values once its states exist.
         with suppress(Exception), torch.no_grad():
             inspect.unwrap(kind.step)(trial)
         coming += bytes_of_states(trial) / max(_bytes(like), 1) * sum(map(_bytes, new))

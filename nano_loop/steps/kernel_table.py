@@ -13,7 +13,7 @@ from nano_loop.steps import models
 from nano_loop.steps.kernel_step import Kernels, Row, step_of
 from nano_loop.steps.step import ABSENT, SMALL, SkipReason
 
-# torch's generator draws a dropout mask one number at a time. All masks and later random numbers are unchanged, so the
+# torch's generator draws a dropout mask one number at a time. All masks and later random numbers stay unchanged, so the
 # kernel is replaced for all code, including functions, attention, and models that were not set up.
 DROPOUT = Row(
     "fast_dropout",
@@ -48,7 +48,7 @@ ATTENTION = Row(
     ),
 )
 
-# torch's bf16 tanh is compute-bound, and takes at least three times as long.
+# torch's bf16 tanh is compute-bound, and takes at least three times as long as ours.
 ACTIVATION = Row(
     "fast_activation",
     Kernels(

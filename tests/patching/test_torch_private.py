@@ -102,6 +102,7 @@ INSIDE = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.12
 @pytest.mark.parametrize(("context", "true", "false"), INSIDE)
 def test_contexts_are_known(context, true, false):
     assert not any(each() for each in (*true, *false))

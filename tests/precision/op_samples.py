@@ -100,7 +100,10 @@ SAMPLES = {
     "fractional_max_pool2d": lambda: (r(*_IMAGE), [2, 2], [3, 3], r(1, 2, 2) / 2),
     "fractional_max_pool3d": lambda: (r(*_VOLUME), [2, 2, 2], [2, 2, 2], r(1, 2, 3) / 2),
     "grid_sampler_3d": lambda: (r(*_VOLUME), r(1, 3, 3, 3, 3), 0, 0, False),
-    **{f"linalg_{name}": lambda: (positive(),) for name in ("cholesky", "cholesky_ex", "eigh", "eigvalsh", "inv")},
+    **alike(
+        lambda: (positive(),),
+        *(f"linalg_{name}" for name in ("cholesky", "cholesky_ex", "eigh", "eigvalsh", "inv", "matrix_sqrth")),
+    ),
     **{f"linalg_{name}": lambda: (square(),) for name in ("inv_ex", "cond", "eig", "eigvals", "qr", "svd", "svdvals")},
     "linalg_cond.p_str": lambda: (square(), "fro"),
     "linalg_householder_product": lambda: (r(4, 3), r(3)),

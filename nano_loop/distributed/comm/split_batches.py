@@ -1,7 +1,7 @@
-"""How ranks share each batch (``split_batches=True``): which samples are this rank's, and what they weigh.
+"""How ranks share each batch (``split_batches=True``): which samples a rank computes, and their weight.
 
-A batch of B samples is computed by N ranks together: each takes a contiguous share, and gradients, losses, statistics
-of batch norm and random numbers are those of one process that computes the whole batch.
+N ranks compute a batch of B samples together: each takes a contiguous share. Gradients, losses, statistics of batch
+norm and random numbers equal those of one process that computes the whole batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.patching.walk import find
 
-#: What the exchange is for in which ranks choose the weight of their losses.
+#: Name of the exchange in which ranks choose the weight of their losses.
 REDUCTION = "the first backward of a split batch"
 
 
@@ -33,11 +33,11 @@ class Share(NamedTuple):
     Parameters
     ----------
     start, stop : int
-        The samples that are this rank's: those of the numbers from `start` to `stop` - 1.
+        The samples of this rank: numbers `start` to `stop` - 1.
     total : int
-        How many samples the batch has.
+        The number of samples in the batch.
     size : int
-        How many ranks share it.
+        The number of ranks that share it.
     """
 
     start: int
@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, total: int, rank: int, size: int) -> Share:
-        """Return the share of `rank`: B // N samples or one more; all of them where a rank would have none."""
+        """Return the share of `rank`: B // N samples or one more, or all samples if a rank would have none."""
         if total < size:
             return cls(0, total, total, size)
         least, more = divmod(total, size)
@@ -56,7 +56,7 @@ class Share(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """How many samples are this rank's."""
+        """The number of samples of this rank."""
         return self.stop - self.start
 
     @property
@@ -71,21 +71,21 @@ class Share(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """What multiplies a mean over this rank's samples, so that the mean over ranks is that over the batch."""
+        """The factor for a mean over this rank's samples that makes the mean over ranks the mean over the batch."""
         return 1.0 if self.is_whole else self.size * self.samples / self.total
 
 
 @dataclass
 class _Pending:
-    """What one iteration has delivered since the last backward, or ahead of it.
+    """The batches that one iteration has delivered since the last backward, or ahead of it.
 
     Attributes
     ----------
     shares : list of Share
-        In order. A backward takes the first; the rest is of batches that the loop has read ahead.
+        In order. A backward uses the first; the others belong to batches that the loop has read ahead.
     is_group : bool
-        Whether the first was delivered when no other was pending: the loop then reads several batches at once, and
-        may divide by what all of them have.
+        Whether the first was delivered when no other was pending: the loop then reads several batches at a time,
+        and may divide by their total size.
     """
 
     shares: list[Share] = field(default_factory=list)
@@ -101,30 +101,30 @@ class _Pending:
 
 @dataclass
 class SplitBatches:
-    """What a rank knows of the batches that its run splits; ``ranks.context.split``, None where none are.
+    """The state of a rank whose run splits batches; ``ranks.context.split``, None if no batches are split.
 
     Attributes
     ----------
     share : Share or None
-        Of the batch that a split loader has delivered last to the loop's thread; None before the first.
+        The share of the last batch delivered to the loop's thread by a split loader; None before the first.
     reduction : {"mean", "sum"} or None
-        What the loss is over samples, as the witness has found; a sum's shares have weight N. None, as for a mean,
-        before the first backward.
+        How the loss reduces samples, as detected by the witness. Shares of a sum have weight N. None before the first
+        backward, which counts as a mean.
     sums : tuple of float
-        Those of the samples that were delivered last, before the first backward; see `batch_sums`.
+        Sums of the samples delivered last, before the first backward; see `batch_sums`.
     batches, draws : int
-        How many batches were delivered, and how often random numbers were drawn since the last.
+        The number of batches delivered, and of draws of random numbers since the last one.
     checksum : int
-        Of the sizes and the indices of all of these batches, which are the same on all ranks.
+        Checksum of the sizes and indices of all these batches, which are the same on all ranks.
     unequal_since : int or None
-        The `random_state` at the last delivery, until the ranks have made sure that all have the same: one alone may
+        The `random_state` at the last delivery, until the ranks have checked that it is equal on all: a single rank may
         have evaluated before, and drawn random numbers.
     process, thread : int
-        The loop's.
+        The loop's process and thread.
     since_backward : mapping
-        The shares delivered since the last backward, by the iteration, which is not kept alive.
+        The shares delivered since the last backward, by iteration (a weak reference).
     used : dict of Share
-        Those of the batches that models were called with since the last backward, the latest at the end.
+        Shares of the batches with which models were called since the last backward, the latest at the end.
     """
 
     share: Share | None = None
@@ -140,7 +140,7 @@ class SplitBatches:
     used: dict[Share, None] = field(default_factory=dict)
     _latest: Share | None = None
     _evaluates: bool = False  # whether the latest call of a model was in eval mode, for such a batch
-    _whole: Callable[[], Any] = lambda: None  # the iteration that has delivered a whole batch last
+    _whole: Callable[[], Any] = lambda: None  # the iteration that last delivered a whole batch
     _has_called: bool = False  # whether models were called since the last backward
     _iterations: WeakSet[Any] = field(default_factory=WeakSet)  # whose batches models were called with
     _delivered: WeakKeyDictionary[Any, tuple[weakref.ref[Any], Share] | None] = field(default_factory=WeakKeyDictionary)
@@ -152,7 +152,7 @@ class SplitBatches:
 
     @property
     def is_loops(self) -> bool:
-        """Whether the loop computes here, and not a worker of a loader, or another thread.
+        """Whether the caller is the loop's computation, and not a worker of a loader or another thread.
 
         A deep checkpoint recomputes in another thread.
         """
@@ -160,12 +160,12 @@ class SplitBatches:
 
     @property
     def divided(self) -> Share | None:
-        """The share of the batch that the caller computes a part of; None where all compute it whole."""
+        """The share of the batch of which the caller computes a part; None if all ranks compute it whole."""
         return None if self.share is None or self.share.is_whole or not self.is_loops else self.share
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Exclude the random numbers that are drawn while a batch is loaded, which belong to no batch."""
+        """Exclude random numbers drawn while a batch is loaded, which do not belong to a batch."""
         before = self.share, self.unequal_since
         self.share = self.unequal_since = None
         try:
@@ -174,9 +174,9 @@ class SplitBatches:
             self.share, self.unequal_since = before
 
     def deliver(self, iteration: Any, share: Share | None, batch: Any = None, checksum: int = 0) -> None:
-        """Note the share of the batch that an iteration delivers now; None of one that every rank computes whole.
+        """Record the share of the batch that an iteration delivers now; None if every rank computes the whole batch.
 
-        `checksum` is of the batch's indices, where it has any.
+        `checksum` is that of the batch's indices, if it has any.
         """
         self.share = share
         self.batches, self.draws = self.batches + 1, 0
@@ -189,15 +189,15 @@ class SplitBatches:
             self.since_backward.setdefault(iteration, _Pending()).add(share)
             for storage in _storages(batch):
                 _, other = self._delivered.get(storage) or (None, share)
-                # A storage that holds the whole data set does not tell batches apart.
+                # A storage that holds the whole data set cannot identify a batch.
                 self._delivered[storage] = (weakref.ref(iteration), share) if other.total == share.total else None
 
     def deliver_whole(self, iteration: Any) -> None:
-        """Note that an iteration, which began as an evaluation, delivers a batch that every rank computes whole."""
+        """Record that an iteration that began as an evaluation delivers a batch that every rank computes whole."""
         self._whole = weakref.ref(iteration)
 
     def note_call(self, inputs: Any, *, trains: bool) -> None:
-        """Note of which batch the inputs of a model are.
+        """Record the batch to which the inputs of a model belong.
 
         The loop may have kept the batch, or have read others ahead.
 
@@ -221,7 +221,7 @@ class SplitBatches:
             return
         pending = {one for waiting in self.since_backward.values() for one in waiting.shares}
         known = {one for one in (*pending, self._latest, self.share) if one is not None}
-        if len(known) > 1:  # inputs that the loop has converted are known by their number of rows
+        if len(known) > 1:  # identify inputs that the loop has converted by their number of rows
             rows = {tensor.size(0) for tensor in find(torch.Tensor, inputs) if tensor.dim()}
             fitting = [one for one in known if one.samples in rows]
             if len(fitting) == 1:
@@ -234,12 +234,12 @@ class SplitBatches:
         self._iterations.update(one for one in iterations if one is not None)
 
     def begin_backward(self) -> float:
-        """Return the weight for the backward that begins.
+        """Return the weight for a backward that starts now.
 
         Raises
         ------
         NanoError
-            If the batches that were delivered for it have shares of different weights.
+            If the batches delivered for it have shares of different weights.
         """
         shares = [*self.used]
         for iteration, pending in self.since_backward.items():
@@ -265,7 +265,7 @@ class SplitBatches:
         return self.weight
 
     def explain(self, error: RuntimeError | ValueError) -> None:
-        """Let an error of the loop before its first backward say that the rank has had a part of the batch."""
+        """Extend an error of the loop before its first backward: the rank had only a part of the batch."""
         share = self.share
         if not isinstance(error, NanoError) and self.reduction is None and share is not None and not share.is_whole:
             got = f"{type(error).__name__} with {share.samples} of {share.total} samples ({error})"
@@ -275,7 +275,7 @@ class SplitBatches:
 
     @property
     def weight(self) -> float:
-        """What multiplies the gradient at the root of a backward on this rank."""
+        """The factor for the gradient at the root of a backward on this rank."""
         if self.share is None or self.share.is_whole:
             return 1.0
         return float(self.share.size) if self.reduction == "sum" else self.share.weight
@@ -292,9 +292,9 @@ def random_state() -> int:
 
 
 def batch_sums(batch: Any) -> tuple[float, ...]:
-    """Return a sum of each tensor of a batch, by which it is known again: of floats, where it has any.
+    """Return the sum of each floating-point tensor of a batch (or of each tensor, if there is none), to recognize it.
 
-    The elements of a sample have weights, so that an image that is flipped has another sum.
+    The elements of a sample have different weights, so a flipped image has a different sum.
     """
     dense = [tensor for tensor in find(torch.Tensor, batch) if tensor.layout is torch.strided and tensor.numel()]
     tensors = [one for one in dense if not (one.is_nested or one.is_quantized or one.is_complex())]

@@ -1,4 +1,4 @@
-"""What ranks agree on before and after an averaging: that they are at the same place, with the same parameters."""
+"""The ranks' agreement before and after averaging: they are at the same place, and their parameters are equal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NORMS = (
 )
 
 
-#: To average gradients, to make equal what the loop has added to a model, or to average values of losses alone.
+#: Average gradients, equalize what the loop has added to a model, or only average losses.
 Purpose = Literal["average", "sync", "losses"]
 
 _PLACES = {
@@ -59,29 +59,29 @@ class Fingerprint(NamedTuple):
     purpose : {"average", "sync", "losses"}
         The operation.
     averagings : int
-        How many there have been.
+        The number of averagings so far.
     steps : int
-        How many steps the optimizers have taken together.
+        The total number of steps of all optimizers.
     added_parameters : int
-        How many parameters and buffers were added that are not equal on all ranks yet.
+        The number of added parameters and buffers that are not equal on all ranks yet.
     shapes : int
-        A checksum of the shapes and dtypes of all parameters, where gradients are averaged.
+        A checksum of the shapes and dtypes of all parameters, if gradients are averaged.
     rates : tuple of float
         The learning rates of all groups of all optimizers; NaN for a group without one.
     arrived : bytes
         One of NOTHING, DENSE and SPARSE for each parameter.
     gradients : (float, float)
-        The `nano_loop.distributed.data_parallel.checksums.gradient_checksum`; zeros where it is not compared.
+        The `nano_loop.distributed.data_parallel.checksums.gradient_checksum`; zeros if it is not compared.
     overlap : int
         The state of `nano_loop.distributed.data_parallel.buckets.Overlap`.
     losses : tuple of float
-        Where ranks share a batch, what `nano_loop.distributed.data_parallel.roots.WeightedRoots.values` returns.
+        The result of `nano_loop.distributed.data_parallel.roots.WeightedRoots.values`, if ranks share a batch.
     random_state : int
-        Where ranks share a batch, a checksum of the state of torch's default generator.
+        A checksum of the state of torch's default generator, if ranks share a batch.
     batches : int
-        Where ranks share a batch, a checksum of all batches until now.
+        A checksum of all batches so far, if ranks share them.
     is_undrawn : bool
-        Whether that is its state since the batch came, and the ranks have not made sure yet that all have the same.
+        Whether the state is unchanged since the batch came, and the ranks have not checked yet that all are equal.
     is_posted : bool
         Whether the other ranks can read all gradients already; see `SharedMemoryTransport.post`.
     """
@@ -102,19 +102,19 @@ class Fingerprint(NamedTuple):
     is_posted: bool = False
 
     def pack(self) -> bytes:
-        """Return it as bytes."""
+        """Return the fingerprint as bytes."""
         return pickle.dumps(tuple(self))
 
     @classmethod
     def unpack(cls, content: bytes | bytearray) -> Fingerprint:
-        """Make one from what `pack` returned."""
+        """Return a fingerprint from the result of `pack`."""
         return cls(*pickle.loads(content))
 
 
 def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
-    """Raise a `NanoWorkerError` that names what differs, and on which ranks, if `fingerprints` are of diverged ranks.
+    """Raise a `NanoWorkerError` that names the differences and their ranks, if ranks have diverged.
 
-    What arrived, gradients, losses and the overlap may differ. NaN equals NaN.
+    `arrived`, `gradients`, `losses` and `overlap` may differ. NaN equals NaN.
     """
     if len({(repr(one.rates), len(one.arrived), *_COUNTS(one)) for one in fingerprints}) == 1:
         return
@@ -127,14 +127,14 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
                 f"rank{'s' * (len(some) > 1)} {', '.join(map(str, some))} {'has' if len(some) == 1 else 'have'} {value}"
                 for value, some in ranks.items()
             )
-            other = list(ranks.values())[1][0]  # the first that is not like rank 0
+            other = list(ranks.values())[1][0]  # the first one that differs from rank 0
             got = f"{what.format(step=fingerprints[0].steps)}: {values}"
             raise NanoWorkerError(error_message(got, "all ranks must take the same steps", _ADVICE), rank=other)
 
 
 _COUNTS = attrgetter("purpose", "averagings", "steps", "added_parameters", "shapes", "random_state", "batches")
 
-#: What has to be the same, in words, in the order in which it is looked at.
+#: What must be equal, in words, in the order of the checks.
 _WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
     ("the ranks have taken different numbers of steps", lambda one: one.steps),
     ("learning rates differ at step {step}", lambda one: [*one.rates]),
@@ -149,29 +149,29 @@ _WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
 
 
 class Agreement:
-    """How far this rank is, which has to be as far as the others.
+    """Progress of this rank, which must equal that of the others.
 
     Parameters
     ----------
     ranks : Ranks
-        The processes.
+        The processes of the run.
     parameters : Parameters
-        What is averaged.
+        The parameters whose gradients are averaged.
     compare : bool
-        Whether the ranks compare their parameters and buffers from time to time; see `checksums`.
+        Whether the ranks compare their parameters and buffers at intervals; see `checksums`.
 
     Attributes
     ----------
     averagings, steps : int
-        How many averagings there have been, and how many steps of optimizers.
+        The number of averagings, and of steps of optimizers.
     """
 
     def __init__(self, ranks: Ranks, parameters: Parameters, *, compare: bool) -> None:
         self._ranks = ranks
         self._parameters = parameters
         self._compares = compare
-        self._buffers_differ = False  # which is warned of once
-        self._shapes: tuple[Signature, int] = (((), ()), 0)  # of all parameters, with their checksum
+        self._buffers_differ = False  # whether the warning was issued
+        self._shapes: tuple[Signature, int] = (((), ()), 0)  # shapes and dtypes of all parameters, and their checksum
         self.averagings = 0
         self.steps = 0
 
@@ -189,7 +189,7 @@ class Agreement:
         Parameters
         ----------
         purpose : {"average", "sync", "losses"}
-            What comes next.
+            The next operation.
         arrived, overlap, losses, is_posted
             See `Fingerprint`.
         """
@@ -223,7 +223,7 @@ class Agreement:
         return fingerprints
 
     def sync_added_parameters(self) -> None:
-        """Give parameters that the loop has added rank 0's values. Collective if there are any.
+        """Set parameters that the loop has added to rank 0's values. Collective if there are any.
 
         `Parameters.refresh` finds them.
         """
@@ -233,7 +233,7 @@ class Agreement:
             self._parameters.are_equal()
 
     def end_averaging(self) -> None:
-        """Note that gradients have been averaged, and compare parameters and buffers at some averagings. Collective.
+        """Record an averaging, and compare parameters and buffers after some averagings. Collective.
 
         Raises
         ------
@@ -249,10 +249,10 @@ class Agreement:
             function(self.averagings)
 
     def compare_rest(self, averaged: AveragedGradients) -> None:
-        """Compare, at the end of the run, the parameters whose gradients were never averaged.
+        """At the end of the run, compare the parameters whose gradients were never averaged.
 
-        `torch.autograd.grad` may have made them. Collective. Nothing is compared where a rank has left the run, or
-        leaves it later than within the timeout: it is busy with what only one rank does.
+        `torch.autograd.grad` may have computed their gradients. Collective. Nothing is compared if a rank has left the
+        run, or leaves it later than the timeout, because it does work that only one rank does.
 
         Raises
         ------
@@ -274,14 +274,14 @@ class Agreement:
             warn(error_message(f"the buffer {unequal[0]} is no longer the same on all ranks", _BUFFER, _MEAN))
 
     def _note_work(self, gradients: Sequence[tuple[float, float]]) -> None:
-        """Note in ``ranks.context.sharding`` whether all ranks have computed the same; warn once if they go on to.
+        """Record in ``ranks.context.sharding`` whether all ranks have computed the same; warn once if this continues.
 
         `gradients` are the `checksums.gradient_checksum` of each rank.
         """
         sharding = self._ranks.context.sharding
-        if any(norm for _, norm in gradients):  # else the ranks have computed nothing
+        if any(norm for _, norm in gradients):  # otherwise the ranks have computed nothing
             sharding.undivided = all(checksums.are_equal(one, gradients[0], torch.float32) for one in gradients)
-        # A few steps are nothing to warn of.
+        # Do not warn after a few steps.
         is_split = self._ranks.context.split is not None and self._ranks.context.split.share is not None
         if sharding.undivided and not is_split and self.averagings >= checksums.FIRST and self._ranks.rank == 0:
             got = f"each of the {self._ranks.size} ranks computes the same batches"
@@ -299,10 +299,10 @@ class Agreement:
 
 
 def _compared_buffers(models: Sequence[nn.Module], norms: tuple[type[nn.Module], ...]) -> list[Named]:
-    """Return the buffers that are to be equal on all ranks.
+    """Return the buffers that must be equal on all ranks.
 
-    These are strided ones that a checkpoint holds: others are caches, which may have other shapes by rank. The running
-    statistics of `norms` differ by design.
+    These are strided ones that checkpoints contain: others are caches, whose shapes may differ between ranks. The
+    running statistics of `norms` differ by design.
     """
     saved = {id(tensor) for model in models for tensor in nn.Module.state_dict(model, keep_vars=True).values()}
     of_norms = {

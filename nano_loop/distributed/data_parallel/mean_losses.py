@@ -1,9 +1,9 @@
-"""Cross-entropy where ranks share each batch: a mean over rows of all ranks, such as tokens that are no padding.
+"""Cross-entropy if ranks share each batch: a mean over the rows of all ranks, such as tokens that are not padding.
 
-Ranks have different numbers of rows that count, or other weights of classes, so they exchange their means and what
-these count. The loss has the value of the whole batch's on every rank, and the gradient of this rank's part of it.
+Ranks have different numbers of counted rows, or different sums of class weights, so they exchange their means and these
+denominators. On every rank, the loss has the value of the whole batch's, and the gradient of this rank's part of it.
 
-The functions that torch's own call are replaced, and not `functional.cross_entropy`, which programs import by name.
+The functions that torch's own call are replaced, not `functional.cross_entropy`, which programs import by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nano_loop.patching.torch_private_compiler import never_compiled, outside_gr
 
 @contextmanager
 def means_over_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """Let cross-entropy and the negative logarithmic likelihood be means over the batch of all ranks in the body."""
+    """In the body, let cross-entropy and the negative log-likelihood be means over the batch of all ranks."""
     module, names = ROW_LOSSES
     with ExitStack() as stack:
         stack.enter_context(listening(mean_of_rows, functools.partial(_over_all_ranks, ranks)))
@@ -66,11 +66,11 @@ def _over_all_ranks(
 ) -> Tensor:
     """Return the mean over the rows of all ranks; see `mean_of_rows`. Collective in training."""
     share = ranks.context.divided
-    # One rank alone may evaluate. A loop over samples computes each of them.
+    # A rank may evaluate alone. A loop over samples computes each of them.
     if share is None or not mean.requires_grad or in_functorch():
         return mean
     count = count_rows()
-    loss = mean if count else summed()  # the mean of nothing is NaN
+    loss = mean if count else summed()  # the mean of no rows is NaN
     parts = ranks.gather_numbers([count * float(loss.detach()), count], MEAN_LOSS)
     total_loss, total = map(sum, zip(*parts, strict=True))
     # The root of the backward has the weight of the share.

@@ -1,8 +1,8 @@
-"""Random numbers where ranks share each batch (``split_batches=True``): those of one process with the whole batch.
+"""Random numbers if ranks share each batch (``split_batches=True``): equal to those of one process.
 
-All ranks have the same random states. What is drawn by the batch, such as a dropout's mask or noise, each of them draws
-for the whole batch, and keeps its part. Everything else, such as the weights of a layer that the loop makes, is the
-same on all of them.
+All ranks have the same random states. Each draws tensors with a batch dimension, such as a dropout's mask or noise, for
+the whole batch, and keeps its part. All other draws, such as the weights of a layer that the loop creates, are the same
+on all ranks.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from nano_loop.patching.patch_table import listening
 from nano_loop.patching.torch_private import SAMPLING, base_of
 from nano_loop.patching.user_code import users_place
 
-#: What a rank is in that draws random numbers at a place for the first time.
+#: Name of the exchange at the first draw at a place in the program.
 DRAWING = "a draw of random numbers"
 _FILLING = (
     *("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
     *("random_", "random_.from", "random_.to"),
 )
-#: What takes values, which say how often some of these draw, from the first element to the last.
+#: Operators of values that determine the number of draws, from the first element to the last.
 _BY_VALUES = (
     *("poisson", "binomial", *SAMPLING),
     *("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"),
 )
 _LIKE = ("rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
-#: The code of modules whose dropouts take the steps of time first.
+#: The code of modules whose dropout inputs have time as the first dimension.
 _RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.RNN, nn.LSTM, nn.GRU))
 
 
 class _Part(NamedTuple):
-    """Which part of the tensor that the plain loop draws is this rank's.
+    """Part of this rank in the tensor that a plain loop draws.
 
     Parameters
     ----------
     dimension, start, total : int
-        The dimension of the batch, where the part begins in it, and its size in the plain loop.
+        The dimension of the batch, the start of the part in it, and its size in the plain loop.
     order : tuple of int
-        The dimensions as they lie in memory in the plain loop, the outermost one first.
+        The dimensions in the order of memory in the plain loop, outermost first.
     """
 
     dimension: int
@@ -72,7 +72,7 @@ class _Part(NamedTuple):
 
 @contextmanager
 def drawing(draw: Callable[..., Tensor | None], ranks: Ranks) -> Iterator[None]:
-    """Let `draw` be asked, as by `drawn`, in the body, for all that torch draws elementwise or by rows.
+    """In the body, let `draw` handle all draws of torch that are elementwise or by rows, as described in `drawn`.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def drawing(draw: Callable[..., Tensor | None], ranks: Ranks) -> Iterator[None]:
         Before torch 2.9.
     """
     if not gives_kernels():
-        expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+        expected = f"torch {torch.__version__} does not expose the kernels of operators; 2.9 and later do"
         raise NanoConfigError(error_message("split_batches=True", expected, "Remove split_batches=True"))
     operators: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
         **dict.fromkeys(_LIKE, _like),
@@ -102,7 +102,7 @@ def drawing(draw: Callable[..., Tensor | None], ranks: Ranks) -> Iterator[None]:
 
 
 def may_be_by_batch(tensor: Tensor, generator: torch.Generator | None) -> bool:
-    """Whether what is drawn may have a dimension of the batch, unlike data that one rank makes to evaluate alone."""
+    """Whether a drawn tensor may have a batch dimension, unlike data that one rank makes to evaluate alone."""
     is_for_training = _is_default(generator) or torch.is_grad_enabled()
     return is_for_training and tensor.dim() > 0 and tensor.device.type == "cpu"
 
@@ -112,39 +112,39 @@ def _is_default(generator: torch.Generator | None) -> bool:
 
 
 class RandomDraws:
-    """Draws in the thread of the loop, of any generator.
+    """Draws from any generator, in the loop's thread.
 
-    Which are by the batch is found out once for each place in the program: by the sizes of the tensor on all ranks,
-    where these have different numbers of samples, and else by its sizes in the witness. Where the witness does not say,
-    masks and ``*_like`` of what is no parameter are taken for it.
+    Whether a draw has a batch dimension is determined once per place in the program: from the tensor's sizes on all
+    ranks if these have different numbers of samples, and otherwise from its sizes in the witness. If the witness does
+    not report them, masks and ``*_like`` of tensors that are not parameters are assumed to have one.
 
     Parameters
     ----------
     ranks : Ranks
         The processes.
     in_witness : callable
-        Takes a number n. Returns the shape, and the order, of what the witness has drawn as the n-th of this batch, or
-        None on other ranks than 0, and where it does not say.
+        Takes a number n, and returns the shape and order of the witness's n-th draw for this batch. None on ranks other
+        than 0, and if the witness reports nothing.
 
     Attributes
     ----------
     drawn_alike : dict of str
-        The user's lines whose draws are of the share's size, and were taken for none by the batch.
+        The user's lines whose draws have the share's size, but were assumed to have no batch dimension.
     """
 
     def __init__(self, ranks: Ranks, in_witness: Callable[[int], Any] = lambda number: None) -> None:
         self.drawn_alike: dict[str, None] = {}
         self._ranks = ranks
         self._in_witness = in_witness
-        self._sites: dict[tuple[int, ...], int | None] = {}  # the dimension of the batch, by the place
-        self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # see `_Part`, by the place
-        self._unknown: set[tuple[int, ...]] = set()  # places of which the witness has said nothing
-        self._draws = False  # whether a tensor is drawn for the whole batch now
+        self._sites: dict[tuple[int, ...], int | None] = {}  # the dimension of the batch, by place
+        self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # see `_Part`, by place
+        self._unknown: set[tuple[int, ...]] = set()  # places for which the witness has reported nothing
+        self._draws = False  # whether a tensor is being drawn for the whole batch
 
     def draw(
         self, tensor: Tensor, generator: torch.Generator | None, fill: Callable[[Tensor], Tensor], is_mask: bool
     ) -> Tensor | None:
-        """Fill a tensor for the whole batch, and give `tensor` its part; return None if it is not by the batch."""
+        """Fill a tensor for the whole batch, and copy a part to `tensor`; return None if it has no batch dimension."""
         part = self._part(tensor, generator, is_mask)
         if part is None:
             return None
@@ -165,7 +165,7 @@ class RandomDraws:
             self._ranks.equalize_random_states(DRAWING)
         if share is None or not may_be_by_batch(tensor, generator):
             return None
-        number, split.draws = split.draws, split.draws + 1  # one inside of another counts, too
+        number, split.draws = split.draws, split.draws + 1  # a nested draw counts as well
         if self._draws:
             return None
         site = _site(tensor.dim())
@@ -175,12 +175,12 @@ class RandomDraws:
         if dimension is None or tensor.size(dimension) % share.samples:
             return None
         times = tensor.size(dimension) // share.samples  # of flattened samples, or of heads of an attention
-        if share.samples > 1 or site not in self._orders:  # strides say nothing about a dimension of one sample
+        if share.samples > 1 or site not in self._orders:  # the stride of a dimension of size 1 is arbitrary
             self._orders[site] = order_of(tensor)
         return _Part(dimension, share.start * times, share.total * times, self._orders[site])
 
     def _learn(self, site: tuple[int, ...], tensor: Tensor, share: Share, number: int) -> None:
-        """Find out which dimension of a tensor is the batch's, if any. Collective where it may have one."""
+        """Determine the batch dimension of a tensor, if any. Collective if it may have one."""
         if not share.is_even:
             self._sites[site], self._orders[site] = self._compared(tensor, share)
         elif site not in self._unknown and any(size and size % share.samples == 0 for size in tensor.shape):
@@ -194,12 +194,12 @@ class RandomDraws:
                 self._unknown.add(site)
 
     def _compared(self, tensor: Tensor, share: Share) -> tuple[int | None, tuple[int, ...]]:
-        """Return the dimension in which a tensor has the sizes of the ranks' shares, and its order. Collective.
+        """Return the dimension in which a tensor has the shares' sizes, or None, and its order. Collective.
 
         Raises
         ------
         NanoError
-            If the sizes differ otherwise.
+            If the sizes differ in another way.
         """
         drawn_by = self._ranks.gather((tuple(tensor.shape), order_of(tensor)), DRAWING)
         shapes, order = [shape for shape, _ in drawn_by], drawn_by[0][1]  # no rank has more samples than rank 0
@@ -211,19 +211,19 @@ class RandomDraws:
             if shapes == [(*before, size * count / counts[0], *behind) for count in counts]:
                 return dimension, order
         got = f"ranks with {counts} samples of a batch draw random numbers of the shapes {[*map(list, shapes)]}"
-        allowed = "with split_batches a draw has one dimension of so many samples, or is the same on all ranks"
+        allowed = "with split_batches, a draw must have one dimension of these sizes, or the same shape on all ranks"
         hint = "Draw one row, or one for each of a fixed number of places, for each sample. Or omit split_batches"
         raise NanoError(error_message(got, allowed, hint))
 
     def _guessed(self, tensor: Tensor, share: Share, is_mask: bool) -> int | None:
-        """Return the dimension of the batch where all ranks have as many samples, so that sizes say nothing."""
+        """Return the batch dimension if all ranks have equally many samples, so that sizes do not show it."""
         caller = _caller() if is_mask else None
-        if caller is not None and caller.f_code in _RECURRENT:  # time comes first, also where the batch does outside
+        if caller is not None and caller.f_code in _RECURRENT:  # time comes first, even with batch_first
             return 1 if tensor.dim() == 3 and tensor.size(1) == share.samples else None
         is_mask = is_mask and (caller is None or not _is_of_parameter(caller.f_locals["input"]))
         if is_mask and tensor.size(0) == share.samples:
             return 0
-        if is_mask and tensor.dim() > 2 and tensor.size(1) == share.samples:  # time comes first, as in a transformer
+        if is_mask and tensor.dim() > 2 and tensor.size(1) == share.samples:  # time comes first, as in transformers
             return 1
         is_of_batch = tensor.size(0) == share.samples or (is_mask and tensor.size(0) % share.samples == 0)
         if is_of_batch and (place := users_place()) is not None:
@@ -232,12 +232,12 @@ class RandomDraws:
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dimensions of a tensor as they lie in memory, the outermost one first."""
+    """Return the dimensions of a tensor in the order of memory, outermost first."""
     return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def _site(*more: int) -> tuple[int, ...]:
-    """Return the place in the program that calls nano_loop, by the calls that lead to it."""
+    """Return the place in the program that calls nano_loop, as the calls that lead to it."""
     frame: FrameType | None = sys._getframe(2)
     places = [*more]
     while frame is not None:
@@ -258,7 +258,7 @@ def _like(original: Kernel | None) -> Callable[..., Tensor]:
 
 
 def _by_probabilities(original: Kernel | None) -> Callable[..., Tensor]:
-    """Return `Tensor.bernoulli_` by a tensor of probabilities, whose draws are uniform numbers of its precision."""
+    """Return `Tensor.bernoulli_` for a tensor of probabilities. It draws uniform numbers of their precision."""
 
     def bernoulli_(
         keys: torch.DispatchKeySet, tensor: Tensor, p: Tensor, *, generator: torch.Generator | None = None
@@ -338,7 +338,7 @@ def _permutation(original: Kernel) -> Callable[..., Tensor]:
             if len(plain) == count:
                 return cast("Tensor", original(keys, count, generator=generator, out=out))
             got = f"torch.randperm of the {count} samples that this rank has of {len(plain)}"
-            expected = "with split_batches a rank has no samples of the others to put in place of its own"
+            expected = "with split_batches, a rank cannot replace its samples by those of other ranks"
             hint = "Mix samples in the loader's collate_fn, which gets whole batches, or omit split_batches"
             raise NanoError(error_message(got, expected, hint))
 
@@ -348,7 +348,7 @@ def _permutation(original: Kernel) -> Callable[..., Tensor]:
 
 
 def _whole(ranks: Ranks, inputs: Sequence[Tensor], own: torch.Size, plain: torch.Size) -> Sequence[Tensor]:
-    """Return the inputs of a draw in the plain loop's shape: those of all ranks, if its own is a part. Collective."""
+    """Return the inputs of a draw in the plain loop's shape: those of all ranks, if its own are a part. Collective."""
     for dimension, (size, total) in enumerate(zip(own, plain, strict=True)):
         if size != total:
             gathered = ranks.gather([item.clone() for item in inputs], DRAWING)
@@ -357,7 +357,7 @@ def _whole(ranks: Ranks, inputs: Sequence[Tensor], own: torch.Size, plain: torch
 
 
 def _caller() -> FrameType | None:
-    """Return the call of `functional.dropout`, or of a recurrent module, that draws; compiled code has none."""
+    """Return the frame of `functional.dropout` or of a recurrent module that draws; compiled code has none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not functional.dropout.__code__ and frame.f_code not in _RECURRENT:
         frame = frame.f_back

@@ -47,10 +47,10 @@ _SAME_LOSSES = {_TOLERANCE: 1e-5, _ROUNDED: _ROUNDED, _DOUBLE: 1e-10}
 _OF_ALL = 1e-2  # of the tolerance: differences that are smaller, relative to all gradients, do not count
 _SAME_SUM, _MOST_ROUNDING = 1e-7, 0.05
 _UNDIVIDED = "random numbers that are not divided"
-_RULE = "with split_batches a loss has to be a mean, or a sum, over samples that do not depend on each other"
+_RULE = "with split_batches, a loss must be a mean or a sum over independent samples"
 _WAYS = (
-    "Weigh a loss that has another count by nano_loop.share(), exchange statistics of a batch as nn.SyncBatchNorm "
-    "does, or pass split_batches=False: each rank then takes whole batches"
+    "Divide a sum of losses by the count of all ranks and by nano_loop.share(), exchange statistics of a batch as "
+    "nn.SyncBatchNorm does, or pass split_batches=False: each rank then takes whole batches"
 )
 
 

@@ -1,1 +1,1 @@
-"""The head of a language model and its loss, without its logits; and cross-entropy of logits that are there."""
+"""The head of a language model and its loss, without storing its logits; and cross-entropy of existing logits."""

@@ -1,7 +1,7 @@
-"""What is computed of each row of logits, in chunks of rows, with its gradient: losses, and reductions of a vocabulary.
+"""Functions of rows of logits, computed in chunks with their gradient: losses, and reductions of a vocabulary.
 
-A chunk of logits is computed, used and freed. Where the result is one number, as the mean of a loss, its gradient is
-computed with it, so that logits are computed once; else they are computed again in the backward.
+Each chunk of logits is computed, used and freed. If the result is a scalar, such as the mean of a loss, its gradient is
+computed along with it, so logits are computed once. Otherwise, the backward pass computes them again.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from nano_loop.kernels.memory import empty
 from nano_loop.patching.torch_private import as_plain_tensors, below_autocast
 from nano_loop.patching.torch_private_autograd import has_tensor_hooks, reaches
 
-#: Takes rows of logits, of shape (R, V), and returns as many numbers: each row from its own.
+#: Maps rows of logits, of shape (R, V), to rows of the same shape. Each row depends on its own input only.
 Elementwise = Callable[[Tensor], Tensor]
 
 _LEAF = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)  # its gradient stays None
 
 
 class RowFunction:
-    """What is computed of rows of logits: tensors with a row for each. Only the first has a gradient.
+    """A function of rows of logits. It returns tensors with one entry per row. Only the first one has a gradient.
 
     Parameters
     ----------
     compute : callable
-        Takes rows of what `before` returns and their places, and returns the tensors. It calls operators of torch.
+        Takes rows that `before` returns and their places, and returns the tensors. It calls operators of torch.
     before : callable or None
-        What is computed of the logits before.
+        Function that is applied to the logits first.
 
     Attributes
     ----------
     places : torch.Tensor or None
-        Those of the rows that are computed, in order. The others are 0. None: all.
+        The rows to compute, in order. The others are 0. None: all rows.
     """
 
     places: Tensor | None = None
@@ -48,12 +48,12 @@ class RowFunction:
         self.compute, self.before = compute, before
 
     def outputs(self, logits: Tensor, places: slice | Tensor, has_gradient: bool = False) -> tuple[Tensor, ...]:
-        """Compute rows, whose logits are of shape (R, V), and whose gradient may be the next that is asked for."""
+        """Return the results of rows, whose logits are of shape (R, V). Their gradient may be requested next."""
         with torch.no_grad(), below_autocast():
             return self.compute(logits if self.before is None else self.before(logits), places)
 
     def gradient(self, logits: Tensor, places: slice | Tensor, factors: Tensor) -> Tensor:
-        """Return the gradient of the rows' logits from that of the first output. It may have their memory."""
+        """Return the gradient of the rows' logits from that of the first output. It may share the logits' memory."""
         with torch.enable_grad(), below_autocast():
             leaf = logits.detach().requires_grad_()
             output = self.compute(leaf if self.before is None else self.before(leaf), places)[0]
@@ -66,23 +66,23 @@ class Plan:
     Parameters
     ----------
     rows : torch.Tensor
-        The rows of a head's input by the places of the results, of one dimension.
+        Rows of the head's input that belong to each result, of one dimension.
     function : RowFunction
-        What is computed of them.
+        The function of each row.
     divisor : torch.Tensor or None
-        By what the sum of the first output is divided, which is the result then. None: all outputs are.
+        The result is the sum of the first output divided by this. None: the result is all outputs.
     dim : int
-        The dimension of the vocabulary in the tensor of which it is computed.
+        The dimension of the vocabulary in the tensor to which the function is applied.
     """
 
     def __init__(self, rows: Tensor, function: RowFunction, divisor: Tensor | None = None, dim: int = -1) -> None:
         self.rows, self.function, self.divisor, self.dim = rows, function, divisor, dim
         self.has_gradient = torch.is_grad_enabled()
-        # Of most losses, the rows are all rows in their order, of which slices need no copy.
+        # Most losses use all rows in order. Slices of them need no copy.
         self._is_whole = torch.equal(rows, torch.arange(len(rows), dtype=torch.int64, device="cpu"))
 
     def chunks(self, size: int, places: Tensor | None) -> Iterator[tuple[slice | Tensor, slice | Tensor]]:
-        """Yield places, of those that are passed or of all, and the rows there, a chunk of some size at a time."""
+        """Yield chunks of the given places, or of all places, and the input's rows of each chunk."""
         count = len(self.rows) if places is None else len(places)
         if count == len(self.rows):
             places = None
@@ -94,7 +94,7 @@ class Plan:
                 yield places[span], self.rows[places[span]]
 
     def compute(self, head: Head, needs: tuple[bool, bool, bool]) -> tuple[tuple[Tensor, ...], Gradients | None]:
-        """Return the results, and the gradients where they are needed and the result is a number."""
+        """Return the results, and the gradients if any is needed and the result is a scalar."""
         function, divisor, results = self.function, self.divisor, None
         gradients = Gradients(head, needs) if divisor is not None and self.has_gradient and any(needs) else None
         for places, rows in self.chunks(head.chunk, function.places):
@@ -113,7 +113,7 @@ class Plan:
         return (results if divisor is None else (results[0].sum() / divisor,)), gradients
 
     def gradients_of(self, head: Head, gradient: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
-        """Compute the gradients, for which logits are computed again: of the rows that have one."""
+        """Compute the gradients. The logits of rows that have a gradient are computed again."""
         gradients = Gradients(head, needs)
         if self.divisor is not None:
             gradient = (gradient / self.divisor).expand(len(self.rows))
@@ -127,14 +127,14 @@ class Plan:
         return gradients
 
     def by_torch(self, logits: Tensor) -> Tensor:
-        """Compute the result from the whole tensor of which it is computed."""
+        """Compute the result from the whole tensor of logits."""
         rows = logits.movedim(self.dim, -1)
         output = self.function.compute(rows.reshape(-1, rows.size(-1)), slice(None))[0]
         return output if self.divisor is None else output.sum() / self.divisor
 
 
 class _Chunked(torch.autograd.Function):
-    """What a plan computes of lazy logits, whose gradient goes past them to their layer unless somebody looks at it."""
+    """Applies a plan to lazy logits. The gradient goes directly to their layer, unless a hook may see the logits'."""
 
     @staticmethod
     def forward(
@@ -144,7 +144,7 @@ class _Chunked(torch.autograd.Function):
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[1:4]
         outputs, ctx.made = plan.compute(logits.head, (of_hidden, of_weight, of_bias))
         ctx.plan = plan
-        # As torch's layer: no input whose weight has no gradient, and no bias.
+        # Like torch's layer: save no input if the weight has no gradient, and never the bias.
         ctx.save_for_backward(logits, hidden if of_weight else None, weight if of_hidden else None)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
@@ -152,7 +152,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         plan, needs = ctx.plan, ctx.needs_input_grad
-        logits, *_ = ctx.saved_tensors  # which raises as torch does: a second time, and for what was written to
+        logits, *_ = ctx.saved_tensors  # raises as torch does, in a second backward or after a write
         if gradient is None:
             return (None,) * len(needs)
         if is_followed(gradient) or not _is_plain(ctx) or any(map(_is_watched, logits.chain())):
@@ -164,22 +164,22 @@ class _Chunked(torch.autograd.Function):
 
 
 def _is_plain(ctx: Any) -> bool:
-    """Whether the backward under way is that of ``backward()``, without ``inputs``, which alone returns no gradients.
+    """Whether the running backward pass was started by ``backward()`` without ``inputs``, which returns no gradients.
 
-    `torch.autograd.grad` and ``backward(inputs=...)`` may return that of logits. They reach no leaf that they do not
-    name, and nobody can name the one that each result has besides.
+    `torch.autograd.grad` and ``backward(inputs=...)`` may return the gradient of logits. They reach only leaves that
+    they name, and no program can name the extra leaf of each result.
     """
     return reaches(ctx.next_functions[-1][0])
 
 
 def _is_watched(tensor: Any) -> bool:
-    """Whether somebody may see the gradient of a tensor: by a hook of it or of its node."""
+    """Whether the program may see the gradient of a tensor, through hooks of the tensor or its node."""
     with as_plain_tensors():
         return tensor.is_watched or tensor.retains_grad or has_tensor_hooks(tensor)
 
 
 def in_chunks(logits: Any, plan: Plan) -> tuple[Tensor, ...]:
-    """Return what a plan computes of lazy logits, in the graph of their layer's input, weight and bias, if any."""
+    """Return the results of a plan for lazy logits, in the graph of their layer's input, weight and bias, if any."""
     if not logits.sources:
         return plan.compute(logits.head, (False, False, False))[0]
     return _Chunked.apply(logits, *logits.sources, plan, _LEAF)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,10 +1,10 @@
 """Cross-entropy over many classes, such as the words of a language model, from logits in bf16 or fp32.
 
-torch casts the logits to fp32, stores their logarithmic softmax, fills a tensor with zeros for its gradient, computes
-the gradient of the logits from both, and casts that back: tensors of 200 MB for 1,024 words of a vocabulary of 50,257,
-five of them. Here, C functions (``cross_entropy.c``) read the logits once for the loss, and once for the gradient,
-which is written at once, in the dtype of the logits. It alone is kept for the backward, so a program may write to the
-logits.
+torch casts the logits to fp32, stores their log-softmax, fills a tensor with zeros for its gradient, computes the
+gradient of the logits from both, and casts it back: five tensors of 200 MB each for 1,024 words of a vocabulary of
+50,257. Here, C functions (``cross_entropy.c``) read the logits once for the loss and once for the gradient, which is
+computed immediately, in the dtype of the logits. Only the gradient is kept for the backward pass, so programs may write
+to the logits.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ KERNEL = CompiledKernel(
 
 #: Minimum number of logits. Below it, the Python overhead exceeds the gain.
 MIN_LOGITS = 1 << 16
-#: How many autograd nodes outside of the model, such as views, may lie between its output and the loss.
+#: Maximum number of autograd nodes outside the model, such as views, between its output and the loss.
 _FAR = 4
-#: torch's numbers of the reductions; 0 is none.
+#: torch's numbers of the reductions; 0 means none.
 MEAN, SUM = 1, 2
 
 
@@ -66,7 +66,7 @@ def _outside_autocast(kernel: Kernel, logits: Tensor, target: Tensor, *args: Any
 
 
 def _timed(call: Call) -> Call | None:
-    """Return the loss of some rows of a vocabulary's logits."""
+    """Return a call with only some rows, whose time is measured."""
     rows = max(override.MOST_ELEMENTS // max(call.tensors[0][:1].numel(), 1), 1)
     call = call._replace(tensors=tuple(tensor[:rows] for tensor in call.tensors))
     return call if call.is_measurable else None
@@ -82,7 +82,7 @@ def _below_autocast(call: Call) -> Tensor | None:
 
 
 def _rules_of(call: Call) -> Rules | None:
-    """Return the rules of the set-up model that has computed logits, in a call of this thread, or is computing them."""
+    """Return the rules of the set-up model that computed the logits in a call of this thread, or is computing them."""
     rules = rules_now()
     node: Any = call.tensors[0].grad_fn
     for _ in range(_FAR):
@@ -100,7 +100,7 @@ def _by_autocast(logits: Tensor, target: Tensor, weight: Tensor | None = None, *
 
 
 OVERRIDES = (
-    # Under autocast, which casts to fp32.
+    # Autocast casts to fp32.
     Override(
         "cross_entropy_loss",
         (Algorithm(COMPILED, _below_autocast, tuple(_KINDS), is_raced=False),),
@@ -127,17 +127,17 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Compute `torch.nn.functional.cross_entropy` of classes, or return None where torch has to.
+    """Compute `torch.nn.functional.cross_entropy` of classes, or return None for calls that only torch supports.
 
     Parameters
     ----------
     logits : torch.Tensor
-        Of shape (N, C) or (N, C, ...), float32 or bfloat16. The classes of each target lie side by side in memory, as
+        Of shape (N, C) or (N, C, ...), float32 or bfloat16. The classes of each target must be adjacent in memory, as
         in ``model(x).transpose(1, 2)``.
     target : torch.Tensor
         Of shape (N,) or (N, ...), int64.
     weight : torch.Tensor or None
-        Any weight is torch's to compute.
+        None, because only torch computes weighted losses.
     reduction : int
         torch's number: 0 for none, 1 for the mean, 2 for the sum.
     ignore_index, label_smoothing
@@ -146,7 +146,7 @@ def cross_entropy(
     Returns
     -------
     torch.Tensor or None
-        float32, of the target's shape or (). It can be differentiated twice.
+        float32, of the target's shape or (). Supports second derivatives.
     """
     if weight is not None or not 0 <= label_smoothing <= 1:
         return None
@@ -164,7 +164,7 @@ def cross_entropy(
 
 
 def supports(logits: Tensor, target: Tensor) -> bool:
-    """Whether the kernel computes a call, which nobody traces. torch handles all other calls, and all errors."""
+    """Whether the kernel supports a call, and it is not traced. torch handles all other calls, and all errors."""
     return (
         is_plain(logits, tuple(_KINDS))
         and is_plain(target, (torch.int64,))
@@ -178,10 +178,10 @@ def supports(logits: Tensor, target: Tensor) -> bool:
 
 
 def denominator(target: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor | None:
-    """Return by what the sum of losses is divided, or None for no reduction."""
+    """Return the divisor of the sum of losses, or None without a reduction."""
     if reduction == "none":
         return None
-    target = target.long()  # torch accepts uint8, with which a weight would be indexed by a mask
+    target = target.long()  # torch accepts uint8, which would index a weight as a mask
     counts = target.ne(ignored)
     if reduction == "sum":
         return torch.ones((), dtype=torch.float32, device="cpu")
@@ -211,15 +211,15 @@ class CrossEntropy(RowFunction):
     Parameters
     ----------
     target : torch.Tensor
-        The classes, of one dimension, which nobody writes to.
+        The classes, of one dimension. They must not be written to.
     before : callable or None
-        What is computed of the logits before.
+        Function that is applied to the logits first.
     weight : torch.Tensor or None
-        Those of the classes.
+        Weights of the classes.
     ignored : int
-        The target of rows that have no loss.
+        The target of rows without a loss.
     smoothing : float
-        The part of the target that all classes share.
+        The part of the target that is spread over all classes.
     """
 
     def __init__(
@@ -234,10 +234,10 @@ class CrossEntropy(RowFunction):
         self.target, self.weight, self.ignored, self.smoothing = target, weight, ignored, float(smoothing)
         has_loss = target.ne(ignored)
         self.places = None if bool(has_loss.all()) else has_loss.nonzero().squeeze(1)
-        self._sums: tuple[Tensor, Tensor] | None = None  # of the rows whose gradient is next
+        self._sums: tuple[Tensor, Tensor] | None = None  # of the rows whose gradient is computed next
 
     def has_classes(self, count: int) -> bool:
-        """Whether all targets are classes, or ignored. torch raises for others."""
+        """Whether all targets are classes or ignored. torch raises for others."""
         target = self.target if self.places is None else self.target[self.places]
         return not target.numel() or (int(target.min()) >= 0 and int(target.max()) < count)
 
@@ -276,7 +276,7 @@ class CrossEntropy(RowFunction):
         return backward(factors, *sums, logits, target, self.ignored, self.smoothing, into)
 
     def logarithms(self, gradient: Tensor, factor: Tensor) -> Tensor:
-        """Return the logarithms of the classes' probabilities from the logits' gradient, times a factor."""
+        """Return the classes' log-probabilities from the logits' gradient, which is multiplied by a factor."""
         target = self.target.where(self.target.ne(self.ignored), 0).unsqueeze(1)
         results = (gradient.float() / factor).add_(self.smoothing / gradient.size(1))
         return (
@@ -289,7 +289,7 @@ class CrossEntropy(RowFunction):
 
 
 class _Losses(torch.autograd.Function):
-    """The loss of each row of logits that are there, or a quotient of their sum, in fp32."""
+    """The loss of each row of existing logits, or their sum divided by a number, in fp32."""
 
     @staticmethod
     def forward(
@@ -315,8 +315,8 @@ class _Losses(torch.autograd.Function):
 
         def compute() -> tuple[Tensor]:
             if factors.dim() == 0 and factors.item() == 1:
-                with suppress(RuntimeError):  # of memory that a hook of saved tensors has made
-                    return (shared_until_written(gradient),)  # a second backward finds it unchanged
+                with suppress(RuntimeError):  # memory made by a hook of saved tensors
+                    return (shared_until_written(gradient),)  # so a second backward finds it unchanged
             return (gradient * (factors.unsqueeze(1) if factors.dim() else factors),)
 
         def by_torch(logits: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ class _Losses(torch.autograd.Function):
 
 
 class _Place(torch.autograd.Function):
-    """Zeros at a tensor's place in the graph, of no size in memory; what they are added to has the tensor's path."""
+    """Zeros at a tensor's place in the graph, without memory. Whatever is added to them keeps the tensor's path."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -342,9 +342,9 @@ class _Place(torch.autograd.Function):
 
 
 def forward(logits: Tensor, target: Tensor, ignored: int, smoothing: float) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the loss of each row of (N, C), its maximum, and the sum of exponentials of its differences from that.
+    """Return the losses of rows of (N, C), the rows' maxima, and sums of exponentials of differences from the maximum.
 
-    None for a target that is not a class.
+    Return None if a target is not a class.
     """
     maxima, sums, losses = (empty(len(logits)) for _ in range(3))
     call = (logits, target, *logits.shape, ignored, float(smoothing))
@@ -364,7 +364,7 @@ def backward(
 ) -> Tensor:
     """Return the gradient of the logits from that of each row's loss and the results of `forward`.
 
-    It is in `into`, which may be `logits`.
+    It is written into `into`, which may be `logits`.
     """
     call = (logits, target, *logits.shape, ignored, smoothing)
     KERNEL(f"gradient_{_KINDS[logits.dtype]}_to_{_KINDS[into.dtype]}", *call, maxima, sums, factors, into)

@@ -1,6 +1,6 @@
-"""The functions of torch that take lazy logits: what stays lazy, and what is computed in chunks of rows.
+"""torch's functions of lazy logits: which results stay lazy, and which are computed in chunks of rows.
 
-Each takes torch's function and its arguments, and returns NotImplemented where the real tensor has to be computed.
+Each takes torch's function and its arguments, and returns NotImplemented if the real tensor must be computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nano_loop.kernels.memory import is_plain
 
 
 def _takes_lazy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that leaves it to torch where the first argument is not lazy any more, or has no rows."""
+    """Return a function that returns NotImplemented if the first argument is no longer lazy, or has no rows."""
 
     @functools.wraps(function)
     def checked(func: Any, first: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -55,13 +55,13 @@ def _detached(func: Any, lazy: LazyLogits, *_: Any) -> Any:
 
 
 class Applied:
-    """A method of rows of logits, ``float`` or one along the vocabulary, of what is computed before, if anything is."""
+    """A method applied to rows of logits after `before`: ``float``, or a method along the vocabulary."""
 
     def __init__(self, name: str, before: Elementwise | None) -> None:
         self.name, self.before = name, before
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return its result."""
+        """Return the result."""
         logits = logits if self.before is None else self.before(logits)
         return logits.float() if self.name == "float" else getattr(logits, self.name)(-1)
 
@@ -72,7 +72,7 @@ def _is_log_softmax(before: Elementwise | None) -> TypeGuard[Applied]:
 
 @_takes_lazy
 def _cast(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Return a cast to fp32, or the tensor itself where nothing changes."""
+    """Return a cast to fp32, or the tensor itself if nothing changes."""
     wanted = torch.float32 if func.__name__ == "float" else lazy.dtype
     for argument in (*args, *(kwargs.get(name) for name in ("dtype", "device"))):
         if isinstance(argument, torch.dtype):
@@ -95,12 +95,12 @@ def _viewed_as(func: Any, lazy: LazyLogits, other: Tensor) -> Any:
 
 @_takes_lazy
 def _rearranged(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Return what a function returns that changes dimensions, or takes some rows: views, or a copy of all rows.
+    """Return the result of a function that rearranges dimensions or selects rows: views, or a copy of all rows.
 
-    It is asked of a tensor whose elements are the numbers of their rows, and which has no memory for the vocabulary.
-    Before that, since it might copy the vocabulary, it is asked of a tensor without any memory.
+    The function is called with a tensor that contains row numbers, expanded along the vocabulary without memory. Before
+    that, it is called with a tensor without any memory, because it might copy the vocabulary.
     """
-    if any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values())):  # it shows the bits
+    if any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values())):  # a view of the bits
         return NotImplemented
 
     def operation(tensor: Tensor) -> Any:
@@ -111,7 +111,7 @@ def _rearranged(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
         empty = torch.empty_strided(numbers.shape, numbers.stride(), dtype=numbers.dtype, device="meta")
         try:
             changed = operation(empty)
-        except RuntimeError:  # torch raises it, of the real tensor
+        except RuntimeError:  # torch raises it for the real tensor
             return NotImplemented
         views = [changed] if isinstance(changed, Tensor) else changed
         dims = [dim for view in views if (dim := _vocabulary_of(view, lazy.head.width)) is not None]
@@ -135,7 +135,7 @@ def _vocabulary_of(view: Tensor, width: int) -> int | None:
 
 @_takes_lazy
 def _indexed(func: Any, lazy: LazyLogits, key: Any) -> Any:
-    """Return some rows: by slices, numbers and None, or by one tensor."""
+    """Return some rows, selected by slices, integers and None, or by one tensor."""
     keys = key if isinstance(key, tuple) else (key,)
     if all(item is None or item is Ellipsis or type(item) in (int, slice) for item in keys):
         return _rearranged(func, lazy, key)
@@ -167,11 +167,11 @@ def _softmax(func: Any, lazy: LazyLogits, dim: Any = None, *args: Any, dtype: An
 
 @_takes_lazy
 def _elementwise(func: Any, lazy: LazyLogits, *others: Any, **kwargs: Any) -> Any:
-    """Return what is computed of each number alone, from numbers and from lazy logits of the same rows."""
+    """Return an elementwise function of lazy logits, numbers and other lazy logits of the same rows."""
     if kwargs or not all(type(item) in (int, float) or _goes_with(item, lazy) for item in others):
         return NotImplemented
     tensors = [item for item in others if isinstance(item, LazyLogits)]
-    # Functions of a graph hold no lazy tensors, which hold their head.
+    # Functions in a graph must not hold lazy tensors, because these hold their head.
     numbers = [None if isinstance(item, LazyLogits) else item for item in others]
     befores = [item.before for item in (lazy, *tensors)]
 
@@ -196,7 +196,7 @@ def _goes_with(other: Any, lazy: LazyLogits) -> bool:
 
 @_takes_lazy
 def _reduced(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Return a reduction of the vocabulary, or its largest elements."""
+    """Return a reduction over the vocabulary, or its largest elements."""
     name = func.__name__
     args, count = (args[1:], (args[0],)) if name == "topk" and args else (args, ())
     count = count or ((kwargs.pop("k"),) if "k" in kwargs else ())
@@ -223,7 +223,7 @@ def _reduced(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_rows(result: Tensor, lazy: LazyLogits, keeps: bool = False) -> Tensor:
-    """Return results of rows in the shape of the lazy tensor, the vocabulary replaced or gone."""
+    """Return results of rows in the shape of the lazy tensor, with the vocabulary replaced or removed."""
     whole = result.view(*lazy.rows.shape, *result.shape[1:])
     if whole.dim() > lazy.rows.dim():
         return whole.movedim(-1, lazy.vocabulary)
@@ -232,7 +232,7 @@ def _as_rows(result: Tensor, lazy: LazyLogits, keeps: bool = False) -> Tensor:
 
 @_takes_lazy
 def _gathered(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Return some classes of each row: of a logarithm of a softmax, one is a loss less its sign."""
+    """Return some classes of each row. If it is one class of a log-softmax, the result is the negative loss."""
     names = ("dim", "index") if func.__name__ == "gather" else ("indices", "dim")
     named = dict(zip(names, args, strict=False)) | kwargs
     dim, index = named.pop("dim", None), named.pop("index", named.pop("indices", None))
@@ -255,7 +255,7 @@ def _gathered(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _logits_before(before: Elementwise | None) -> Elementwise | None:
-    """Return what the loss has to compute of logits before, which it reads in bf16, too."""
+    """Return the function that must be applied to logits before the loss. A cast is not needed: the loss reads bf16."""
     return None if isinstance(before, Applied) and (before.name, before.before) == ("float", None) else before
 
 
@@ -271,7 +271,7 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Return cross-entropy, or the negative logarithmic likelihood of a logarithm of a softmax."""
+    """Return cross-entropy, or the negative log-likelihood of a log-softmax."""
     is_nll = func.__name__ == "nll_loss"
     if is_nll and not _is_log_softmax(lazy.before):
         return NotImplemented

@@ -1,7 +1,7 @@
-"""The last layer over a vocabulary: what its logits are computed from, by rows, and what these rows' gradients become.
+"""The last layer over a vocabulary: computes logits of rows, and adds gradients of rows.
 
-A large linear layer in a call into a set-up model returns `nano_loop.kernels.head.logits.LazyLogits`. Before a step of
-an optimizer changes the weight of logits that are still alive, the smaller of logits and old weight is kept.
+A large linear layer called in a set-up model returns `nano_loop.kernels.head.logits.LazyLogits`. Before an optimizer's
+step changes the weight of logits that still exist, the smaller of logits and old weight is kept.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from nano_loop.patching.patch_table import shared_change, value_in_force
 from nano_loop.patching.torch_private import base_of, below_autocast, version
 from nano_loop.patching.user_code import users_place
 
-#: Number of logits that are computed at a time, and the minimum number of rows: each chunk of rows is added to the
-#: weight's gradient, which is read and written then.
+#: Number of logits that are computed at a time, and minimum number of rows: the weight's gradient is read and written
+#: once for each chunk of rows.
 CHUNK_ELEMENTS, FEWEST_ROWS = 1 << 25, 384
-#: Number of rows of the weight's gradient to which a product is added that has to be a tensor before.
+#: Number of rows of the weight's gradient that are added at a time if the product needs a tensor of its own.
 _BLOCK = 1 << 13
 
 _NOTED = "noted heads"
 
 
 class _Noted:
-    """What runs note of heads.
+    """What runs note about heads.
 
     Attributes
     ----------
     heads : dict
-        References to those whose logits may be asked for, by id.
+        Weak references to heads whose logits may still be read, by id.
     whole : set of str
-        The lines of programs that have asked for all logits.
+        Lines of the program that have read all logits.
     shapes : dict
-        Whether logits of layers have been read in chunks, by the owner of their rules and their shape.
+        Whether a layer's logits have been read in chunks, by the owner of the layer's rules and the weight's shape.
     """
 
     def __init__(self) -> None:
@@ -52,50 +52,50 @@ class _Noted:
 
 
 def noted() -> _Noted:
-    """Return what the runs of this process have noted. Outside of runs, it is noted for nobody."""
+    """Return the notes of the runs of this process. Outside runs, the notes are discarded."""
     return value_in_force(_NOTED) or _Noted()
 
 
 class Memory:
-    """The numbers of a lazy tensor that is no view, once they are computed; its detached twins have the same."""
+    """The values of a lazy tensor that is not a view, once computed. Its detached twins share them."""
 
     tensor: Tensor | None = None
     version = 0
 
     def set(self, tensor: Tensor) -> None:
-        """Put the numbers there."""
+        """Set the values."""
         self.tensor, self.version = tensor, version(tensor)
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody has written to them."""
+        """Whether the values have been written to."""
         return self.tensor is not None and version(self.tensor) != self.version
 
 
 class Head:
-    """What the logits of one call of a head are computed from. They are what they were when it was called.
+    """The inputs of one call of a head, from which logits are computed. They keep their values at the time of the call.
 
     Parameters
     ----------
     hidden : torch.Tensor
-        Of shape (..., D). Its rows are those of the logits.
+        Of shape (..., D). Each row gives one row of logits.
     weight : torch.Tensor
         Of shape (V, D).
     bias : torch.Tensor or None
         Of shape (V,).
     rules : Rules
-        Those of the call.
+        The rules of the call.
 
     Attributes
     ----------
     hidden, weight, bias : torch.Tensor or None
-        Without a graph, the first of shape (N, D).
+        Detached from the graph, the first of shape (N, D).
     shape : torch.Size
-        That of the input.
+        Shape of the input.
     rules : Rules
-        The same.
+        The rules of the call.
     memory : Memory
-        That of all logits, once they have been computed.
+        All logits, once they have been computed.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rules: Rules) -> None:
@@ -106,7 +106,7 @@ class Head:
         self.memory = Memory()
         self._is_old = False
         self._versions = self._versions_now()
-        # A cast by autocast, or what else was computed, is not what a step changes, and neither are frozen parameters.
+        # Steps do not change frozen parameters, nor computed tensors such as casts by autocast.
         is_computed = weight.grad_fn is not None and base_of(weight) is weight
         parameters = [item for item in (weight, bias) if item is not None]
         self._is_kept = False
@@ -123,7 +123,7 @@ class Head:
 
     @property
     def chunk(self) -> int:
-        """The number of rows that are computed at a time."""
+        """Number of rows that are computed at a time."""
         return max(CHUNK_ELEMENTS // self.width, FEWEST_ROWS)
 
     def _versions_now(self) -> tuple[int, ...]:
@@ -134,8 +134,8 @@ class Head:
         if self._is_old and self.memory.tensor is not None and not self.memory.is_written:
             return self.memory.tensor.view(-1, self.width)[rows].clone()
         if self._is_old or self._versions_now() != self._versions:
-            got = "logits were asked for after the input, the weight or the bias of their layer was written to"
-            allowed = "they are computed when they are asked for, and kept only before a step of an optimizer"
+            got = "logits were read after the input, the weight or the bias of their layer was written to"
+            allowed = "they are computed when they are read, and kept only before a step of an optimizer"
             raise RuntimeError(error_message(got, allowed, "Read logits before, or pass fast_cross_entropy=False"))
         hidden = self.hidden[rows]
         with torch.no_grad(), below_autocast(), by_rules(self.rules):
@@ -144,23 +144,23 @@ class Head:
             return torch.ops.aten.addmm(self.bias, hidden, self.weight.t())  # type: ignore[no-any-return]
 
     def all_logits(self, rows: Tensor) -> Tensor:
-        """Return the logits of all rows, in the shape of their numbers and the vocabulary's."""
+        """Return the logits of all rows, in the shape of `rows` with the vocabulary appended."""
         return self.logits(slice(None)).view(*rows.shape, self.width)
 
     def keep(self, copies: dict[int, Tensor], by_step: bool = True) -> None:
-        """Keep the smaller of logits and old weight, which other heads may have put into `copies` already.
+        """Keep the smaller of logits and old weight.
 
         Parameters
         ----------
         copies : dict
-            Copies of weights and biases, by address.
+            Copies of weights and biases by address, shared between heads.
         by_step : bool
-            Whether a step of an optimizer is what writes to them next.
+            Whether the next write is a step of an optimizer.
         """
         if self._is_kept or (by_step and self._is_left_by_steps):
             return
         self._is_kept = True
-        if self._versions_now() != self._versions:  # already written to: reading the logits is an error
+        if self._versions_now() != self._versions:  # already written to: reading the logits raises an error
             return
         if self.memory.tensor is None and len(self.hidden) <= self.weight.size(1):
             self.memory.set(self.logits(slice(None)).view(*self.shape[:-1], self.width))
@@ -172,7 +172,7 @@ class Head:
         self._versions = self._versions_now()
 
     def keep_what_is_in(self, storage: torch.UntypedStorage, copies: dict[int, Tensor]) -> None:
-        """Keep what the logits are computed from if it is in a storage that may be written to next."""
+        """Keep the values from which the logits are computed if they are in a storage that may be written to next."""
         if any(item is not None and item.untyped_storage() is storage for item in (self.weight, self.bias)):
             self.keep(copies, by_step=False)
         if self.hidden.untyped_storage() is storage and self._versions_now() == self._versions:
@@ -181,13 +181,13 @@ class Head:
 
 
 def remark() -> str | None:
-    """Return what the report says of logits that were asked for whole."""
+    """Return the report's remark about code that reads all logits."""
     whole = sorted(noted().whole)
-    return f"{', '.join(whole)} asked for all logits" if whole else None
+    return f"{', '.join(whole)} read all logits" if whole else None
 
 
 def may_be_head(rules: Rules, weight: Tensor) -> bool:
-    """Whether a layer may be a head: not one whose first output in a training was asked for whole, as in its midst."""
+    """Whether a layer may be a head. It may not if all of its first output in training was read, as inside a model."""
     return noted().shapes.get((rules.owner, weight.shape), True)
 
 
@@ -197,7 +197,7 @@ def note_chunked(head: Head) -> None:
 
 
 def note_whole(head: Head, has_gradient: bool) -> None:
-    """Note the line of the program that asks for logits whole."""
+    """Note the line of the program that reads all logits."""
     if has_gradient:
         noted().shapes.setdefault((head.rules.owner, head.weight.shape), False)
     place = users_place()
@@ -206,16 +206,16 @@ def note_whole(head: Head, has_gradient: bool) -> None:
 
 
 def _copy(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
-    """Return a copy of a tensor, which is one of those that are there, by addresses, or is put there."""
+    """Return a copy of a tensor: an existing one with this address, or else a new one, which is added to `copies`."""
     address = tensor.data_ptr()
     if address not in copies:
         copies[address] = tensor.clone()
-        copies[copies[address].data_ptr()] = copies[address]  # which nobody changes
+        copies[copies[address].data_ptr()] = copies[address]  # never written to
     return copies[address]
 
 
 def _keep_all(notes: _Noted) -> None:
-    """Keep what all logits that may still be asked for are computed from."""
+    """Keep the values from which all logits that may still be read are computed."""
     weights: dict[int, Tensor] = {}
     for reference in [*notes.heads.values()]:
         if (head := reference()) is not None:
@@ -223,7 +223,7 @@ def _keep_all(notes: _Noted) -> None:
 
 
 def keep_logits_of(tensor: Tensor) -> None:
-    """Keep what logits are computed from that is in the memory of a tensor, since the program may write to it."""
+    """Keep values of logits that are in a tensor's memory, because the program may write to it."""
     copies: dict[int, Tensor] = {}
     for reference in [*noted().heads.values()]:
         if (head := reference()) is not None:
@@ -241,12 +241,12 @@ def _kept() -> Iterator[_Noted]:
 
 
 def logits_kept() -> Any:
-    """Return a context in which logits stay what they were when steps of optimizers change weights, and at its end."""
+    """Return a context in which optimizer steps do not change the values of logits, and neither does its end."""
     return shared_change(_NOTED, _kept)
 
 
 class Gradients:
-    """The gradients of a head's input, weight and bias, to which those of logits are added by rows.
+    """The gradients of a head's input, weight and bias, to which gradients of rows of logits are added.
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ class Gradients:
     def __init__(self, head: Head, needs: tuple[bool, bool, bool]) -> None:
         hidden, weight, bias = needs
         self._head = head
-        # In fp32 without a policy, a product is added where it is made, and the first one fills the memory.
+        # In fp32 without a policy, products are added in place, and the first one fills the memory.
         self._adds = head.rules.policy is None and head.weight.dtype is torch.float32
         self._is_first = True
         self._hidden = torch.zeros_like(head.hidden) if hidden else None
@@ -267,7 +267,7 @@ class Gradients:
         self._bias = empty(head.width).zero_() if bias else None
 
     def add(self, rows: slice | Tensor, gradient: Tensor) -> None:
-        """Add the gradient of the logits of some rows, of shape (R, V)."""
+        """Add the gradient for logits of some rows, of shape (R, V)."""
         head = self._head
         with torch.no_grad(), below_autocast(), by_rules(head.rules):
             if self._hidden is not None:
@@ -300,7 +300,7 @@ class Gradients:
                 block.add_(part)
 
     def scaled(self, factor: Tensor | None) -> list[Tensor | None]:
-        """Return the three gradients, times a number, or None where one is not needed. They are used up."""
+        """Return the three gradients times a number, or None for those not needed. Can be called only once."""
         if self._weight is not None and self._is_first:
             self._weight.zero_()
         hidden = None if self._hidden is None else self._hidden.view(self._head.shape)

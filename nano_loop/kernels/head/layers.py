@@ -1,4 +1,4 @@
-"""Which layers are heads, whose output is lazy: ``aten::linear``, and products with a transposed weight."""
+"""Selects the layers that are heads, with lazy output: ``aten::linear``, and products with a transposed weight."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _matmul(kernel: Kernel, hidden: Tensor, factor: Tensor) -> Call | None:
 
 
 def _call(kernel: Kernel, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Call | None:
-    """Return the call of a layer whose output may be lazy: nobody watches what is computed, or transforms it."""
+    """Return the call of a layer whose output may be lazy: nothing observes or transforms its computation."""
     classes, width = weight.shape
     if hidden.dim() < 2 or hidden.numel() // max(width, 1) * classes < LEAST_LOGITS:
         return None
@@ -63,7 +63,7 @@ def _lazily(call: Call) -> Tensor | None:
 
 
 def _asks_for_types() -> bool:
-    """Whether the model's code that leads to the head, or the code that called the model, names ``type``."""
+    """Whether the code of the model that leads to the head, or the code that called the model, uses ``type``."""
     frame: FrameType | None = sys._getframe(1)
     is_loop = False
     while frame is not None:

@@ -1,9 +1,9 @@
-"""Logits that nobody has computed: of what a loss or a reduction reads in chunks of rows, or else the real tensor.
+"""Lazy logits: losses and reductions compute them in chunks of rows, and everything else gets the real tensor.
 
-A `LazyLogits` has no memory. Functions that need a row at a time compute chunks of rows
-(`nano_loop.kernels.head.chunks`). Views, casts and what is computed of each row alone stay lazy. Everything else gets
-the real tensor, which is computed once: functions of torch by ``__torch_function__``, and operators that are
-called from C++ by ``__torch_dispatch__``.
+A `LazyLogits` has no memory. Functions that need one row at a time compute chunks of rows
+(`nano_loop.kernels.head.chunks`). Views, casts and functions of each row stay lazy. Everything else gets the real
+tensor, which is computed once: functions of torch by ``__torch_function__``, and operators that are called from C++ by
+``__torch_dispatch__``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nano_loop.patching.torch_private import (
 )
 from nano_loop.patching.torch_private_autograd import TENSOR_HOOKS, in_backward
 
-#: What a lazy tensor answers itself, as long as nobody has written to it: what it is in the graph, and its shape.
+#: Attributes that a lazy tensor answers itself until it is written to: its place in the graph, and its shape.
 _OWN = frozenset(
     (
         *("shape", "dtype", "device", "layout", "ndim", "size", "dim", "numel", "nelement", "stride", "is_contiguous"),
@@ -46,33 +46,33 @@ _OWN = frozenset(
 )
 
 _NODES = ("_PlacedBackward", "_DerivedBackward")
-#: After these, the tensor's own node of the graph is in use.
+#: After these calls, the tensor's own node of the graph is in use.
 _PLACES = frozenset(("grad_fn", "retain_grad", "register_hook"))
 
 
 class LazyLogits(Tensor):
-    """Logits of a head, or what is computed of each row of them, that have not been computed.
+    """Logits of a head, or functions of each row of them, that have not been computed.
 
     Attributes
     ----------
     head : Head
-        What the logits are computed from.
+        Computes the logits.
     rows : torch.Tensor
         The rows of the head's input, in the shape of this tensor without its vocabulary.
     vocabulary : int
         The dimension of the vocabulary.
     before : callable or None
-        What is computed of each row of logits.
+        Function that is applied to each row of logits.
     parents : tuple of LazyLogits
-        Those of which it was computed, by `operation`.
+        The tensors to which `operation` was applied.
     sources : tuple of torch.Tensor or None
         The head's input, weight and bias with their graph. Empty without a gradient.
     is_placed : bool
         Whether its node of the graph has been used.
     is_watched : bool
-        Whether somebody has its node of the graph.
+        Whether the program has accessed its node of the graph.
     memory : Memory or None
-        Where its numbers are to be. None for a view.
+        Holds the values once computed. None for a view.
     """
 
     functions: ClassVar[Mapping[str, Callable[..., Any]]] = {}
@@ -104,10 +104,10 @@ class LazyLogits(Tensor):
         return self.tensor
 
     def computed_again(self) -> Tensor:
-        """Return a real tensor as it was at first, with its place in the graph."""
+        """Return a new real tensor with the original values, and with its place in the graph."""
         with torch.enable_grad(), as_plain_tensors():
             if self.operation is None:
-                if in_functorch():  # whose transforms do not see the graph outside of them
+                if in_functorch():  # its transforms do not see the graph outside them
                     return self.head.all_logits(self.rows)
                 return _Materialized.apply(self, lambda: self.head.all_logits(self.rows))  # type: ignore[no-any-return, no-untyped-call]
             return self.operation(*(parent.computed_again() for parent in self.parents))
@@ -123,14 +123,14 @@ class LazyLogits(Tensor):
                 if self.operation is None:
                     note_whole(self.head, bool(self.sources))
                     memory.set(self.head.all_logits(self.rows))
-                else:  # of what they were at first: somebody may have written to them
+                else:  # their original values: the program may have written to them
                     memory.set(self.operation(*(parent.computed_again().detach() for parent in self.parents)))
             assert memory.tensor is not None
             return memory.tensor
 
     @property
     def _is_moved(self) -> bool:
-        """Whether a custom autograd function, as that of a module's backward hooks, has returned it as its output."""
+        """Whether it was returned by a custom autograd function, such as that of a module's backward hooks."""
         with as_plain_tensors():
             node: Any = self.grad_fn
             return self.requires_grad and (node is None or node.name() not in _NODES)
@@ -141,7 +141,7 @@ class LazyLogits(Tensor):
 
     @property
     def _is_replaced(self) -> bool:
-        """Whether the real tensor, and not this one, is in the graph of what has been computed."""
+        """Whether the graph of later results contains the real tensor instead of this one."""
         tensor = self.tensor
         if tensor is None:
             return False
@@ -151,16 +151,16 @@ class LazyLogits(Tensor):
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody has written to the real tensor."""
+        """Whether the real tensor has been written to."""
         return self.memory.is_written if self.memory is not None else any(p.is_written for p in self.parents)
 
     @property
     def is_lazy(self) -> bool:
-        """Whether neither it nor one of which it was computed is there, and it is where it was put into the graph."""
+        """Whether neither it nor a parent has been computed, and its place in the graph is still its original one."""
         return not self._is_moved and all(lazy.memory is None or lazy.memory.tensor is None for lazy in self.chain())
 
     def chain(self) -> Iterator[LazyLogits]:
-        """Yield this tensor and those of which it was computed."""
+        """Yield this tensor and its parents, recursively."""
         yield self
         for parent in self.parents:
             yield from parent.chain()
@@ -177,7 +177,7 @@ class LazyLogits(Tensor):
         before: Elementwise | None = None,
         is_copy: bool = False,
     ) -> LazyLogits:
-        """Return what an operation computes of this tensor, and of others with the same rows; lazy, too."""
+        """Return the lazy result of an operation on this tensor, and on others with the same rows."""
         with as_plain_tensors():
             lazy = made(
                 self.head,
@@ -194,7 +194,7 @@ class LazyLogits(Tensor):
             return placed
 
     def detached(self) -> LazyLogits:
-        """Return a twin without a graph, which has the same memory."""
+        """Return a twin without a graph that shares its values."""
         with as_plain_tensors():
             lazy = made(self.head, self.rows, self.vocabulary, self.dtype, self.memory)
         lazy.parents, lazy.operation = tuple(parent.detached() for parent in self.parents), self.operation
@@ -202,12 +202,12 @@ class LazyLogits(Tensor):
         return lazy
 
     def reduced(self, function: RowFunction, divisor: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return what a function computes of the rows, in chunks."""
+        """Return a function of the rows, computed in chunks."""
         self.is_placed = True
         note_chunked(self.head)
         return in_chunks(self, Plan(self.rows.flatten(), function, divisor, self.vocabulary))
 
-    # --- what torch asks ---
+    # --- called by torch ---
 
     @classmethod
     @override
@@ -226,7 +226,7 @@ class LazyLogits(Tensor):
             with as_plain_tensors():
                 return func(*map_tensors(_in_graph, args), **map_tensors(_in_graph, kwargs))
         fused = cls.functions.get(name)
-        # A checkpoint computes again, when the real tensor may be there.
+        # A checkpoint computes again when the real tensor may exist already.
         if fused is not None and computes_now() and not has_saved_tensor_hooks() and not in_backward():
             result = fused(func, *args, **kwargs)
             if result is not NotImplemented:
@@ -248,7 +248,7 @@ class LazyLogits(Tensor):
         for argument, value in zip(arguments_of(func), args, strict=False):
             if isinstance(value, LazyLogits) and argument.alias_info is not None and argument.alias_info.is_write:
                 torch.autograd.graph.increment_version(value.numbers())
-                value.tensor, value.is_placed = None, True  # C++ puts it at another place in the graph
+                value.tensor, value.is_placed = None, True  # C++ moves it to another place in the graph
         return map_tensors(lambda item: numbers[id(item)][1] if id(item) in numbers else item, result)
 
 
@@ -257,7 +257,7 @@ def made(head: Head, rows: Tensor, vocabulary: int, dtype: torch.dtype, memory: 
     shape, strides = [*rows.shape], [step * head.width for step in rows.stride()]
     shape.insert(vocabulary, head.width)
     strides.insert(vocabulary, 1)
-    if memory is not None:  # as torch lays out what it computes of a view
+    if memory is not None:  # laid out like torch's result of an operation on a view
         strides = [*torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()]
     lazy: Any = without_memory(LazyLogits, shape, strides, dtype)
     lazy.head, lazy.rows, lazy.vocabulary, lazy.memory = head, rows, vocabulary, memory
@@ -278,9 +278,9 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, rules: Rules)
 
 
 def data_replaced() -> AbstractContextManager[None]:
-    """Return a context in which ``x.data = logits`` takes their numbers. torch's setter takes their null pointer.
+    """Return a context in which ``x.data = logits`` uses their values. torch's setter would use their null pointer.
 
-    A write to `weight.data` or `weight[0].data` changes no version, so reading `.data` keeps logits of this memory.
+    Writes to `weight.data` or `weight[0].data` change no version, so reading `.data` keeps logits of this memory.
     """
     return replaced(Tensor, "data", _with_numbers)
 
@@ -302,7 +302,7 @@ def _materialized(argument: Any) -> Any:
 
 
 def _in_graph(argument: Any) -> Any:
-    """Return what stands for a tensor in the graph: itself, or the real one."""
+    """Return the tensor that represents the argument in the graph: itself, or the real one."""
     return _materialized(argument) if isinstance(argument, LazyLogits) and argument._is_replaced else argument
 
 
@@ -328,7 +328,7 @@ class _Placed(torch.autograd.Function):
 
 
 class _Derived(torch.autograd.Function):
-    """Puts what is computed of lazy tensors into the graph."""
+    """Puts the result of an operation on lazy tensors into the graph."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -348,7 +348,7 @@ class _Derived(torch.autograd.Function):
 
 
 class _Materialized(torch.autograd.Function):
-    """Returns the real tensor of a lazy one, whose gradient it has."""
+    """Returns the real tensor of a lazy one, and passes its gradient through."""
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits, numbers: Callable[[], Tensor]) -> Tensor:
