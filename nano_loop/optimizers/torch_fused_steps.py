@@ -91,7 +91,6 @@ def steps_as_torch(kind: type[Optimizer]) -> bool:
     return is_torchs(vars(sys.modules[owner.__module__])[_FUNCTIONS[owner][0]])
 
 
-@functools.lru_cache(maxsize=16)  # each step asks
 def is_torchs(function: Any) -> bool:
     """Whether a function belongs to torch, or is this module's replacement of torch's function."""
     while module_of(function) == __name__:
