@@ -310,16 +310,17 @@ def test_loaders_that_are_made_anew_add_no_lines(install, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_set_up_lasts_as_long_as_the_model(install):
+def test_set_up_lasts_as_long_as_the_model_and_its_optimizer(install):
     install()
-    models = []
+    references = []
     for _ in range(5):
         net = nn.Linear(3, 2)
-        fit(net, adam(net))
-        models.append(weakref.ref(net))
-    del net
+        optimizer = adam(net)
+        fit(net, optimizer)
+        references += [weakref.ref(net), weakref.ref(optimizer)]
+    del net, optimizer
     gc.collect()
-    assert not any(reference() for reference in models)
+    assert not any(reference() for reference in references)
     assert torch.nn.Module.__call__.__name__  # still replaced, without any model set up
     assert not nano_loop.patching.ownership.call_state.interceptors
 
