@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from nano_loop.kernels.memory import attempt, is_plain
 from nano_loop.patching.operators import Kernel, overridden
 from nano_loop.patching.ownership import Rules, rules_now
+from nano_loop.patching.torch_private_autograd import current_node_number
 from nano_loop.policy.product_precision import is_large
 
 #: The names of algorithms: torch's kernel, a C function, and one that rounds the inputs of an fp32 product.
@@ -130,6 +131,20 @@ def by_kernel(call: Call) -> Any:
     return call.kernel(*call.tensors, *call.numbers)
 
 
+def is_copy(gradient: Any, tensor: Any) -> bool:
+    """Whether a tensor beside the gradient of a backward is a bf16 copy of an fp32 tensor."""
+    are_tensors = isinstance(gradient, torch.Tensor) and isinstance(tensor, torch.Tensor)
+    return are_tensors and gradient.dtype is torch.float32 and tensor.dtype is torch.bfloat16
+
+
+def in_fp32(args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments of a backward's operator with bf16 copies converted to fp32, if one of them is in fp32."""
+    tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+    if current_node_number() is None or all(tensor.dtype is not torch.float32 for tensor in tensors):
+        return args
+    return [argument.float() if getattr(argument, "dtype", None) is torch.bfloat16 else argument for argument in args]
+
+
 class Override(NamedTuple):
     """A replacement of one of torch's kernels.
 
@@ -160,6 +175,9 @@ class Override(NamedTuple):
         Accepts a call and returns the rules of the model that it belongs to, or None.
     otherwise : callable or None
         Computes the operator if torch does not return its kernel (before 2.9). None: it is not replaced then.
+    reads_copies : bool
+        Whether the operator belongs to a backward and accepts bf16 copies beside an fp32 gradient, its first argument;
+        see `nano_loop.kernels.narrow_copies`. torch's kernel gets them in fp32.
     """
 
     operator: str
@@ -174,6 +192,7 @@ class Override(NamedTuple):
     in_fp16: Callable[[Call, list[torch.Tensor]], Any] | None = None
     rules: Callable[[Call], Rules | None] = lambda call: rules_now()
     otherwise: Callable[..., Any] | None = None
+    reads_copies: bool = False
 
     def in_force(self) -> AbstractContextManager[None]:
         """Return a context in which the kernel is replaced."""
@@ -191,7 +210,9 @@ class Override(NamedTuple):
             call = supports(functools.partial(torch_kernel, keys), *args, **kwargs)
             # The gradient may be None if the program has detached the result.
             result = None if call is None or call.tensors[0] is None else self.computed(call)
-            return torch_kernel(keys, *args, **kwargs) if result is None else result
+            if result is not None:
+                return result
+            return torch_kernel(keys, *(in_fp32(args) if self.reads_copies else args), **kwargs)
 
         return dispatched
 
@@ -201,6 +222,8 @@ class Override(NamedTuple):
         if rules is None:
             return None
         policy, dtype = rules.policy, call.tensors[0].dtype
+        if any(factor.dtype is torch.float32 for factor in self._factors(call)):
+            dtype = torch.float32  # the first factor may be a bf16 copy
         rounds = bool(self.product) and policy is not None and dtype is torch.float32
         if policy is not None and rounds:
             rounds = policy.may_round(self.product, call.multiplications)

@@ -116,6 +116,8 @@ class CallState(threading.local):
         Whether the thread is inside a call that went through a watcher.
     graphs : _Graphs
         The graphs of this thread's calls.
+    copies : object or None
+        The state of `nano_loop.kernels.narrow_copies` in this thread.
     at_end : list or None
         Callbacks to run at the end of this thread's outermost backward while an inner one runs; None otherwise.
     """
@@ -131,6 +133,7 @@ class CallState(threading.local):
         self.watched = False
         self.has_no_policy = False  # whether products are currently in fp32 regardless of the rules
         self.graphs = _Graphs()
+        self.copies: Any = None
         self.at_end: list[Callable[[], None]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

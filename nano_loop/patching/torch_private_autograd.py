@@ -78,3 +78,25 @@ def forget_empty_hooks(parameter: torch.Tensor) -> None:
     """Remove the dict that `register_post_accumulate_grad_hook` leaves on a tensor, if it is empty."""
     if not parameter._post_accumulate_grad_hooks:
         parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+def replace_saved(node: Any, name: str, value: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Let an autograd node keep `value` instead of a tensor that it has saved; `unpack` returns the tensor for it.
+
+    torch documents ``_raw_saved_`` attributes, in its notes on autograd.
+    """
+    getattr(node, f"_raw_saved_{name}").register_hooks(lambda tensor: value, unpack)
+
+
+def saved_output(node: Any, name: str) -> torch.Tensor | None:
+    """Return the output that an autograd node has saved, or None if it was written to since."""
+    try:
+        output: torch.Tensor = getattr(node, f"_saved_{name}")
+    except RuntimeError:
+        return None
+    return output
+
+
+def saves_output(node: Any) -> bool:
+    """Whether an autograd node saves its output, as that of tanh does."""
+    return hasattr(node, "_raw_saved_result") or hasattr(node, "_raw_saved_output")

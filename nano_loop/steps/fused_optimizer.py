@@ -10,10 +10,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from nano_loop.optimizers.direct_steps import stepped_directly
-from nano_loop.optimizers.sliced_steps import is_large, is_sliced, large_parameters_sliced
 from nano_loop.optimizers.torch_fused_steps import has_own_steps
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
-from nano_loop.patching.members import has_shape
 from nano_loop.patching.optimizers import is_dense
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
@@ -47,13 +45,11 @@ class FusedOptimizer(Step):
             if refusal:
                 refused.append(refusal.detail)
                 continue
-            in_slices = _is_in_slices(optimizer)
-            fused.append(type(optimizer).__name__ + " in slices that fit in the cache" * in_slices)
+            fused.append(type(optimizer).__name__)
             if optimizer not in self._fused and not has_own_steps(optimizer):
                 self._fused[optimizer] = True
                 undoing = undone_with(optimizer, self.undoing)
-                change = large_parameters_sliced if in_slices else stepped_directly
-                undoing.enter_context(change(optimizer))
+                undoing.enter_context(stepped_directly(optimizer))
         return "; ".join([", ".join(dict.fromkeys(fused)), *dict.fromkeys(refused)])
 
     def _refusals(self, parts: TrainingObjects) -> list[SkipReason | None]:
@@ -66,8 +62,6 @@ class FusedOptimizer(Step):
 def _refusal(optimizer: Optimizer, sparse: set[int]) -> SkipReason | None:
     """Return the reason why no group of `optimizer` can be fused, or None."""
     name = type(optimizer).__name__
-    if _is_in_slices(optimizer):
-        return None
     kernel = next((kind for kind in _HAVE_KERNELS if isinstance(optimizer, kind)), None)
     if kernel is None:
         return SkipReason("no_kernel", f"{name} has no fused CPU kernel")
@@ -76,11 +70,6 @@ def _refusal(optimizer: Optimizer, sparse: set[int]) -> SkipReason | None:
     reasons = [_group_refusal(group, sparse) for group in optimizer.param_groups]
     first = reasons[0] if reasons and all(reasons) else None
     return None if first is None else first._replace(detail=f"{name}: {first.detail}")
-
-
-def _is_in_slices(optimizer: Optimizer) -> bool:
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return is_sliced(optimizer) and any(has_shape(parameter) and is_large(parameter) for parameter in parameters)
 
 
 def _group_refusal(group: dict[str, Any], sparse: set[int]) -> SkipReason | None:

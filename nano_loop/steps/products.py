@@ -12,10 +12,12 @@ from typing_extensions import override
 
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
+from nano_loop.kernels import activations
 from nano_loop.kernels.attention import blocked_attention, flash_attention
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.convolution import blocked_convolution, convolution
 from nano_loop.kernels.linear import linear, product
+from nano_loop.kernels.norm.copied_inputs import COPIED_INPUTS
 from nano_loop.kernels.override import Override
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
@@ -66,9 +68,15 @@ def _has_large_weights(model: nn.Module) -> bool:
 
 
 _KINDS = (
-    _Kind(PRODUCT, linear.OVERRIDES, _has_large_weights, product.KERNEL),
-    _Kind(CONVOLUTION, (*convolution.OVERRIDES, *blocked_convolution.OVERRIDES), has_convolutions),
-    _Kind(ATTENTION, flash_attention.OVERRIDES, has_attention, blocked_attention.KERNEL),
+    _Kind(PRODUCT, (*linear.OVERRIDES, *linear.WITH_COPIES, activations.RELU), _has_large_weights, product.KERNEL),
+    _Kind(
+        CONVOLUTION,
+        (*convolution.OVERRIDES, *blocked_convolution.OVERRIDES, *COPIED_INPUTS, activations.RELU),
+        has_convolutions,
+    ),
+    _Kind(
+        ATTENTION, (*flash_attention.OVERRIDES, flash_attention.WITH_COPIES), has_attention, blocked_attention.KERNEL
+    ),
     _Kind(LSTM, (), lambda model: has_modules(model, (nn.LSTM,)), recurrence.KERNEL),
 )
 

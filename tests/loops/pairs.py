@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import nano_loop
 from nano_loop.cpu import read_machine
-from nano_loop.kernels import bernoulli
+from nano_loop.kernels import bernoulli, narrow_copies
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import gradient_plans
 from nano_loop.kernels.linear import product
@@ -547,6 +547,7 @@ def rounding_every_product(patch):
         patch.setitem(product_precision.MIN_MULTIPLICATIONS, kind, 0)
     patch.setattr(product, "FEWEST", 1)
     patch.setattr(products, "SMALLEST_WEIGHT", 1)
+    patch.setattr(narrow_copies, "MIN_ELEMENTS", 1)
 
 
 @contextlib.contextmanager

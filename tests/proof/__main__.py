@@ -1,6 +1,6 @@
 """Trains every sample of the sources plainly and accelerated, and fails if a result differs: ``make proof``.
 
-python -m proof [--all] [--only 'modules/nn.GRU/*'] [--ways fp32,exact]
+python -m proof [--all | --share 1/6] [--only 'modules/nn.GRU/*'] [--ways fp32,exact]
 """
 
 import argparse
@@ -99,16 +99,27 @@ def _left_of(request, process, tally):
             return None
 
 
-def requests(everything, only, ways, sources):
+def requests(everything, only, ways, sources, share=None):
     """Return the requests for the processes: parts of sources."""
     found = []
     for source in sources:
-        parts, share, of_source = SHARES[source]
+        parts, ratio, of_source = SHARES[source]
         known = {each.case: each.ways for each in exceptions.KNOWN if each.case.startswith(source) and only == "*"}
         chosen = ways or ("all" if everything else of_source)
         common = {"source": source, "only": only, "parts": parts, "after": None, "known": known, "ways": chosen}
-        found += [{**common, "part": part, "share": 1 if everything or only != "*" else share} for part in range(parts)]
+        of_cases = share or (0, 1 if everything or only != "*" else ratio)
+        found += [{**common, "part": part, "share": of_cases} for part in range(parts)]
     return found
+
+
+def _ways(text):
+    return text if text in ("one", "other") else text.split(",")
+
+
+def _share(text):
+    """Return a remainder and a divisor of hashes, given as 1/6."""
+    remainder, _, divisor = text.partition("/")
+    return int(remainder), int(divisor)
 
 
 def main(arguments=None):
@@ -116,14 +127,15 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__.partition("\n")[0])
     parser.add_argument("--all", action="store_true", help="every case in every way, and docs/exceptions.md is written")
     parser.add_argument("--only", default="*", help="the cases whose names match, with * for anything")
-    parser.add_argument("--ways", type=lambda text: text.split(","), help="such as fp32,exact")
+    parser.add_argument("--ways", type=_ways, help="such as fp32,exact; one or other: of these, one by hash")
+    parser.add_argument("--share", type=_share, help="such as 1/6: cases whose hash is 1 modulo 6; default: 0/6")
     parser.add_argument("--sources", type=lambda text: text.split(","), default=[*SHARES], help="such as modules")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     options = parser.parse_args(arguments)
     started, tally, waiting = time.perf_counter(), Tally(), queue.SimpleQueue()
     sources = [each for each in options.sources if options.only == "*" or options.only.startswith(each)]
-    for request in requests(options.all, options.only, options.ways, sources):
+    for request in requests(options.all, options.only, options.ways, sources, options.share):
         waiting.put(request)
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
         for done in [pool.submit(take, waiting, tally, options.threads) for _ in range(options.processes)]:
@@ -132,7 +144,8 @@ def main(arguments=None):
         print(f"{case} {way} does not differ: take the exception out of tests/proof/exceptions.py")
     if options.all:
         exceptions.write()
-    print("samples:", dict(collections.Counter(case.partition("/")[0] for case in {case for case, _ in tally.tried})))
+    counted = collections.Counter(f"{str(case).partition('/')[0]} {way}" for case, way in tally.tried)
+    print("samples:", dict(sorted(counted.items())))
     print(f"{tally.excepted} differ as docs/exceptions.md says, {tally.raised} raise in plain torch")
     print(f"{(time.perf_counter() - started) / 60:.1f} minutes")
     failed = tally.failed + len(tally.unneeded())

@@ -29,25 +29,34 @@ _LAYOUTS = "Its fused kernel updates wrong elements if a gradient or state has o
 
 _ALL_NUMBERS = ("fp32", "auto", "bf16")
 
-KNOWN = tuple(
+_OPTIMIZERS = tuple(
     Known(f"optimizers/{case}", ways, _NUMBERS, TORCHS, _LAYOUTS)
     for case, ways in (
         ("Adagrad.loaded.fused/0", _ALL_NUMBERS),
         ("Adam.loaded.fused/0", _ALL_NUMBERS),
         ("AdamW.loaded.fused/0", _ALL_NUMBERS),
+        ("SGD.loaded.fused/4", _ALL_NUMBERS),
         ("Adagrad.clipped.fused/3", _ALL_NUMBERS),
         ("SGD.clipped.fused/4", _ALL_NUMBERS),
         ("Adam.clipped.fused/0", ("fp32",)),
         ("AdamW.clipped.fused/0", ("fp32",)),
     )
 )
+_KEY_POINTS = "Key points are ordered by scores that are equal but for rounding"
+_ARCHITECTURES = (Known("architectures/superpoint/0", ("auto",), ("outputs",), BY_DESIGN, _KEY_POINTS),)
 
-_HEAD, _END = "| sample | mode | origin | reason |\n| --- | --- | --- | --- |\n", "\n<!-- end -->"
+KNOWN = (*_OPTIMIZERS, *_ARCHITECTURES)
+
+_HEAD, _END = "| samples | modes | origin | reason |\n| --- | --- | --- | --- |\n", "\n<!-- end -->"
 
 
 def page():
     """Return the text of the page, whose table is that of this file."""
-    rows = [f"| `{each.case}` | {', '.join(each.ways)} | {each.whose} | {each.reason} |\n" for each in KNOWN]
+    cases = {}
+    for each in KNOWN:
+        row = f"{', '.join(each.ways)} | {each.whose} | {each.reason}"
+        cases.setdefault(row, []).append(f"`{each.case}`")
+    rows = [f"| {', '.join(alike)} | {row} |\n" for row, alike in cases.items()]
     before, head, after = PAGE.read_text(encoding="utf-8").partition(_HEAD)
     return before + head + "".join(rows) + _END + after.partition(_END)[2]
 

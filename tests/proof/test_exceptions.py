@@ -112,3 +112,49 @@ def test_result_that_falls_short_more_often_than_plain_torchs_differs(draws, dif
 def test_result_that_is_off_in_one_of_two_runs_differs():
     off = Trained(Draws(range(1))).accelerated("fp32")
     assert ways.near(Trained(Draws(range(0))), off, "fp32")
+
+
+class Given(NamedTuple):
+    """A program that fp64 has no kernel for, given by its outputs in fp32, under autocast by hand, and ours."""
+
+    fp32: list
+    by_hand: list
+    ours: list
+
+    def redrawn(self, number):
+        return self
+
+
+class Rounded(ways.Compared):
+    """Compares given outputs without training."""
+
+    def plain(self, in_fp64=False, around=None, again=False):
+        values = self.program.by_hand if around is ways.by_hand else self.program.fp32
+        return _outcome(values, "RuntimeError" if in_fp64 else None)
+
+    def accelerated(self, way):
+        return _outcome(self.program.ours)
+
+
+def _outcome(values, error=None):
+    found = {"outputs": [torch.tensor(values)], "random": [torch.get_rng_state()]}
+    return Outcome(found, error, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "differs"),
+    [
+        (Given([1.0, 0.5], by_hand=[1.0, 0.6], ours=[1.0, 0.5]), False),
+        (Given([1.0, 0.5], by_hand=[1.0, 0.6], ours=[1.0, 0.37]), False),
+        (Given([1.0, 0.5], by_hand=[1.0, 0.6], ours=[1.0, 0.3]), True),
+        (Given([1.0, 0.5], by_hand=[1.0, 0.6], ours=[1.0]), True),
+        # Rounding by hand selects another number of elements than fp32.
+        (Given([1.0, 0.5], by_hand=[1.0, 0.5, 0.4], ours=[1.0, 0.5]), False),
+        (Given([1.0, 0.5], by_hand=[1.0, 0.5, 0.4], ours=[1.0, 0.4]), True),
+        (Given([1.0, 0.5, 0.3], by_hand=[1.0, 0.5, 0.4], ours=[1.0, 0.5]), True),
+    ],
+)
+def test_rounding_is_compared_with_fp32_where_fp64_has_no_kernel(given, differs, monkeypatch):
+    monkeypatch.setattr(ways, "Compared", Rounded)
+    compared = Rounded(given)
+    assert bool(ways.rounded(compared, compared.accelerated("auto"), "auto")) == differs

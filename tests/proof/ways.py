@@ -152,28 +152,46 @@ def _errors(compared, got, error):
         return others, errors
     exact, eps = compared.plain(in_fp64=True), torch.finfo(torch.bfloat16 if by_rounding else torch.float32).eps
     draws_others = not torch.equal(exact.found["random"][0], plain.found["random"][0])
+    # Rounding to bf16 is measured relative to fp32 where fp64 has no kernel, or another shape.
+    references = (exact, compared.plain()) if by_rounding else (exact,)
 
     @functools.cache  # a model may have thousands of tensors
-    def unit_of(kind, in_fp64):
-        largest = _largest((exact if in_fp64 else plain).found[kind])
+    def unit_of(kind, number):
+        largest = _largest((*references, plain)[number].found[kind])
         return largest, eps * 2.0 ** math.floor(math.log2(largest or 1))
 
     for key, one, other in pairs:
-        kind, place = key
-        measured = torch.is_tensor(one) and torch.is_tensor(other) and one.shape == other.shape
-        if not (measured and (one.dtype == other.dtype or by_rounding)):
-            others.append((kind, _told(key, one, other)))
-        elif kind != "random" or not by_rounding:
-            values = exact.found.get(kind, [])
-            reference = values[place] if len(values) == len(plain.found[kind]) and not exact.error else None
-            usable = torch.is_tensor(reference) and reference.shape == one.shape
-            largest, unit = unit_of(kind, usable)
-            own = error(other, reference) if usable else math.inf
-            if math.isinf(own) or (draws_others and own > _ELSE * largest and not by_rounding):
-                largest, unit = unit_of(kind, False)
-                reference, own, unit = other, 0.0, max(unit, _HALF * largest)
-            errors[key] = error(one, reference), own, unit
+        kind = key[0]
+        if by_rounding and kind == "random":
+            continue
+        given = [_at(key, got, each) for each in references]
+        number = next((each for each, reference in enumerate(given) if reference is not None), None)
+        alike = torch.is_tensor(one) and torch.is_tensor(other) and one.shape == other.shape
+        if not (alike and (one.dtype == other.dtype or by_rounding)):
+            # Rounding by hand may select other elements than fp32 does: then it has no error to compare with.
+            if by_rounding and number is not None:
+                errors[key] = error(one, given[number]), 0.0, unit_of(kind, number)[1]
+            else:
+                others.append((kind, _told(key, one, other)))
+            continue
+        own = math.inf if number is None else error(other, given[number])
+        largest, unit = unit_of(kind, len(references) if number is None else number)
+        if math.isinf(own) or (draws_others and own > _ELSE * largest and not by_rounding):
+            largest, unit = unit_of(kind, len(references))
+            errors[key] = error(one, other), 0.0, max(unit, _HALF * largest)
+        else:
+            errors[key] = error(one, given[number]), own, unit
     return others, errors
+
+
+def _at(key, got, outcome):
+    """Return the tensor at a place of an outcome, or None if it cannot be compared with the one of these results."""
+    kind, place = key
+    values, own = outcome.found.get(kind, ()), got.found[kind]
+    if outcome.error or len(values) != len(own):
+        return None
+    one, other = own[place], values[place]
+    return other if torch.is_tensor(one) and torch.is_tensor(other) and one.shape == other.shape else None
 
 
 def _difference(one, other):

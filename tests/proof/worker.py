@@ -19,13 +19,15 @@ from proof.sources import families, hash_of
 from proof.ways import WAYS, Compared
 
 
-def cases(source, only="*", part=0, parts=1, share=1, always=()):
-    """Yield a source's cases that match `only`: of a part's families, one in ``share``, and those in ``always``."""
+def cases(source, only="*", part=0, parts=1, share=(0, 1), always=()):
+    """Yield a source's cases that match `only`: those of a part's families in the share, or in ``always``."""
+    remainder, ratio = share
     for family, samples in families(source):
         in_family = fnmatch.fnmatch(f"{family}/0", only) or fnmatch.fnmatch(family, only.rpartition("/")[0])
         if hash_of(family) % parts == part and in_family:
             for case in samples():
-                if (hash_of(case.name) % share == 0 or case.name in always) and fnmatch.fnmatch(case.name, only):
+                in_share = hash_of(case.name) % ratio == remainder or case.name in always
+                if in_share and fnmatch.fnmatch(case.name, only):
                     yield case
 
 
@@ -48,8 +50,9 @@ def serve(lines, write):
                 after = None if case.name == after else after
                 continue
             write({"begins": case.name})
-            one = ("fp32", "exact")[hash_of(case.name) // 7 % 2 :][:1]
-            chosen = {*{"all": WAYS, "one": one}.get(str(ways), ways), *known.get(case.name, ())}
+            one, other = ("fp32", "exact") if hash_of(case.name) // 7 % 2 == 0 else ("exact", "fp32")
+            named = {"all": WAYS, "one": [one], "other": [other]}
+            chosen = {*named.get(str(ways), ways), *known.get(case.name, ())}
             try:
                 for way, error, found in compared(case, [each for each in WAYS if each in chosen], lambda: write({})):
                     write({"way": way, "raises": error, "found": found})

@@ -308,7 +308,10 @@ class Averaging:
         ready = {id(parameter) for parameter in held if parameter.grad is not None}
         if in_backward() or self._at_step.get(optimizer) == self._agreement.averagings:
             if not in_backward():
-                self._note_own(parameter for parameter in held if id(parameter) in ready - self._waiting)
+                own = [parameter for parameter in held if id(parameter) in ready - self._waiting]
+                if own and self._roots is not None:
+                    self._roots.comparison.begin_step()
+                self._note_own(own)
             self._waiting |= ready
             self.average()
             return
@@ -328,12 +331,11 @@ class Averaging:
         else:
             self._averaged.note(replaced)
 
-    def _note_own(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _note_own(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average gradients that the loop itself has computed from this rank's share."""
-        gradients = list(parameters)
         if self._roots is not None:
-            self._roots.scale(gradients)
-        self._waiting |= set(map(id, gradients))
+            self._roots.scale(parameters)
+        self._waiting |= set(map(id, parameters))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in self._at_step and not self._forked:

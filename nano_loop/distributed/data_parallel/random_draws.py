@@ -101,9 +101,10 @@ def drawing(draw: Callable[..., Tensor | None], ranks: Ranks) -> Iterator[None]:
         yield
 
 
-def is_by_default(tensor: Tensor, generator: torch.Generator | None) -> bool:
-    """Whether a drawn tensor may have a batch dimension, and uses torch's default generator."""
-    return _is_default(generator) and tensor.dim() > 0 and tensor.device.type == "cpu"
+def may_be_by_batch(tensor: Tensor, generator: torch.Generator | None) -> bool:
+    """Whether a drawn tensor may have a batch dimension, unlike data that one rank makes to evaluate alone."""
+    is_for_training = _is_default(generator) or torch.is_grad_enabled()
+    return is_for_training and tensor.dim() > 0 and tensor.device.type == "cpu"
 
 
 def _is_default(generator: torch.Generator | None) -> bool:
@@ -111,7 +112,7 @@ def _is_default(generator: torch.Generator | None) -> bool:
 
 
 class RandomDraws:
-    """Draws from torch's default generator, in the loop's thread.
+    """Draws in the thread of the loop, of any generator.
 
     Whether a draw has a batch dimension is determined once per place in the program: from the tensor's sizes on all
     ranks if these have different numbers of samples, and otherwise from its sizes in the witness. If the witness does
@@ -158,11 +159,11 @@ class RandomDraws:
         context = self._ranks.context
         split, share = context.split, context.divided
         is_evaluation = context.sharding.whole and not torch.is_grad_enabled()  # of whole batches
-        if split is None or not split.is_loops or is_evaluation or not _is_default(generator):
+        if split is None or not split.is_loops or is_evaluation:
             return None
-        if split.unequal_since is not None:
+        if split.unequal_since is not None and _is_default(generator):
             self._ranks.equalize_random_states(DRAWING)
-        if share is None or not is_by_default(tensor, generator):
+        if share is None or not may_be_by_batch(tensor, generator):
             return None
         number, split.draws = split.draws, split.draws + 1  # a nested draw counts as well
         if self._draws:

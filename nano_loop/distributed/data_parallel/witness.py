@@ -1,8 +1,8 @@
 """Checks whether shares of batches give the gradients of whole batches, which a witness process computes.
 
 The witness is an additional process, alone in its run, which starts in the same state. It runs the same function until
-each optimizer has stepped. After each backward it sends the losses, and its gradients in a file that rank 0 deletes
-before the next one.
+each optimizer has stepped. After each backward, and before a step without one, it sends the losses, and its gradients
+in a file that rank 0 deletes before the next one.
 
 At the first backward of a split batch, the ranks determine from the losses whether these are means or sums over
 samples, and thereby the weights of their shares. The gradients then show whether this is sufficient.
@@ -30,19 +30,21 @@ from nano_loop.data.random_states import differing, process_states
 from nano_loop.distributed.comm.ranks import ALONE, Ranks
 from nano_loop.distributed.comm.split_batches import REDUCTION, SplitBatches, batch_sums, random_state
 from nano_loop.distributed.data_parallel.checksums import are_equal, checksums
+from nano_loop.distributed.data_parallel.last_layers import split_by_depth
 from nano_loop.distributed.data_parallel.parameters import Parameters
-from nano_loop.distributed.data_parallel.random_draws import drawing, is_by_default, order_of
+from nano_loop.distributed.data_parallel.random_draws import drawing, may_be_by_batch, order_of
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.calls.backward import backwards_watched, roots_weighted
 from nano_loop.patching.loaders import ClassIteration, LoaderChange, Start, implicit_loaders_changed
-from nano_loop.patching.optimizers import called_after_steps
+from nano_loop.patching.optimizers import called_after_steps, called_before_steps, closure_of, held_by
 from nano_loop.patching.torch_private_autograd import has_tensor_hooks, in_backward
 
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses; in bf16
 _DOUBLE = 1e-6  # of models in fp64, which may compute parts in fp32
 # In fp32, rounding changes the gradients of a deep network with ReLUs by 2%, and in bf16 by as much as their norm, but
-# it changes neither the loss nor the gradients of the last layer.
+# it changes neither the loss nor the gradients of the last layers.
 _SAME_LOSSES = {_TOLERANCE: 1e-5, _ROUNDED: _ROUNDED, _DOUBLE: 1e-10}
+_OF_ALL = 1e-2  # of the tolerance: differences that are smaller, relative to all gradients, do not count
 _SAME_SUM, _MOST_ROUNDING = 1e-7, 0.05
 _UNDIVIDED = "random numbers that are not divided"
 _RULE = "with split_batches, a loss must be a mean or a sum over independent samples"
@@ -67,16 +69,20 @@ class Witness(LoaderChange):
         self._file = Path(tempfile.mkdtemp()) / "gradients"
         self._parameters = Parameters(lambda parameter: None)
         self._stepped: dict[int, Optimizer] = {}  # by id
+        self._reports = 0
+        self._at_step: dict[int, int] = {}  # reports before the last step, by the optimizer's id
         self._losses: list[float] = []
         self._sums: tuple[float, ...] = ()
         self._states: list[Any] | None = None  # random states when the last batch arrived
         self._batches = 0
         self._evaluates = False  # whether the latest batch belongs to an evaluation
+        self._loads = False  # whether a loader draws, such as the order of samples
         self._draws: list[Any] = []  # shapes and orders of random draws since the last batch
         self._undoing = ExitStack()
         self._undoing.callback(self._parameters.close)
         self._undoing.enter_context(roots_weighted(self._begin))
         self._undoing.enter_context(backwards_watched(self._end))
+        self._undoing.enter_context(called_before_steps(self._before_step))
         self._undoing.enter_context(called_after_steps(self._after_step))
         self._undoing.enter_context(implicit_loaders_changed(lambda loader: self))
         self._undoing.enter_context(drawing(self._note_draw, ALONE))
@@ -98,16 +104,20 @@ class Witness(LoaderChange):
         return self._noting(iteration.start())
 
     def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._loads = True
         for batch in batches:
-            self._evaluates = not torch.is_grad_enabled()
+            self._loads, self._evaluates = False, not torch.is_grad_enabled()
             if not self._evaluates:
                 self._sums, self._states = batch_sums(batch), process_states()
                 self._batches, self._draws = self._batches + 1, []
             yield batch
+            self._loads = True
+        self._loads = False
 
     def _note_draw(self, tensor: torch.Tensor, generator: torch.Generator | None, fill: Any, is_mask: bool) -> None:
         is_evaluations = self._evaluates and not torch.is_grad_enabled()
-        if is_by_default(tensor, generator) and (self._is_here or in_backward()) and not is_evaluations:
+        is_loops = (self._is_here or in_backward()) and not self._loads
+        if may_be_by_batch(tensor, generator) and is_loops and not is_evaluations:
             self._draws.append((tensor.shape, order_of(tensor)))
 
     @property
@@ -140,10 +150,21 @@ class Witness(LoaderChange):
             parameters=checksums(parameters),
             shapes=[parameter.shape for parameter in parameters],
         )
+        self._reports += 1
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Report gradients that no backward has computed since the last step, but the loop itself."""
+        is_own = self._at_step.get(id(optimizer), 0) == self._reports and not in_backward()
+        is_own = is_own and closure_of(args, kwargs) is None
+        is_set_up = any(one is optimizer for one in self._parameters.optimizers)
+        if is_own and is_set_up and any(parameter.grad is not None for parameter in held_by(optimizer)):
+            self._losses = []
+            self._end()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_here:
             self._stepped[id(optimizer)] = optimizer
+            self._at_step[id(optimizer)] = self._reports
             if all(id(one) in self._stepped for one in self._parameters.optimizers):
                 self._report("finished")
                 os._exit(0)  # processes that it has started end with it
@@ -179,6 +200,8 @@ class Comparison:
         self._stepped: dict[int, Optimizer] = {}  # by id
         self._tolerance = _ROUNDED if is_rounded else _TOLERANCE
         self._losses: list[float] = []  # of the whole batch
+        self._last_layers: list[set[int]] = []  # the ids of their parameters
+        self._earlier: set[int] = set()  # the ids of parameters of other layers, in any backward until now
         self.compared, self.rounding = 0, 0.0
         self.why_not = "only local workers have a witness"
         if self._witness is not None:
@@ -205,6 +228,15 @@ class Comparison:
             is_sum = told is not None and _are_sums(told["losses"], [values for values, _ in by_rank], self._tolerance)
             self.split.reduction = self._ranks.broadcast("sum" if is_sum else "mean", what=REDUCTION)
         self._told, self._losses = told, []
+        if told is not None and self._tolerance != _ROUNDED:
+            self._last_layers, earlier = split_by_depth(losses)
+            self._earlier |= earlier
+
+    def begin_step(self) -> None:
+        """Read the witness's results for a step whose gradients the loop itself has computed; collective, likewise."""
+        if self._told is not None:  # of a backward that has reached no parameter
+            self._stop("the loop computes gradients itself after a backward")
+        self.begin_backward([])
 
     def note_losses(self, losses: Sequence[float]) -> None:
         """Record the losses of the batch, computed from all shares."""
@@ -244,20 +276,36 @@ class Comparison:
         off, size = math.hypot(*distances), math.hypot(*sizes)
         if self._tolerance == _TOLERANCE and all(parameter.dtype == torch.float64 for _, parameter in named):
             self._tolerance = _DOUBLE
-        is_off, is_divided = off > self._tolerance * size, not told["drawn"] and told["random_state"] == random_state()
+        wrong = self._wrong_layer([id(parameter) for _, parameter in named], distances, sizes)
+        is_off = bool(wrong) or off > self._tolerance * size
+        is_divided = not told["drawn"] and told["random_state"] == random_state()
         if is_off and not is_divided:
             self._stop(_UNDIVIDED)
             return
         self.compared += 1
-        is_bounded = self._tolerance == _ROUNDED or off <= _MOST_ROUNDING * size
+        is_bounded = not wrong and (self._tolerance == _ROUNDED or off <= _MOST_ROUNDING * size)
         has_hooks = any(has_tensor_hooks(parameter) for _, parameter in named)  # which change a share's gradient
         if is_off and is_bounded and not has_hooks and self._is_rounding(told["losses"], distances, sizes):
             self.rounding = max(self.rounding, off / size)
         elif is_off:
-            worst = max(range(len(named)), key=distances.__getitem__)
-            ratio = f"by {off / size:.1g}" if size else "from none"
+            places = wrong or range(len(named))
+            worst = max(places, key=distances.__getitem__)
+            size = math.hypot(*(sizes[place] for place in places))
+            ratio = f"by {math.hypot(*(distances[place] for place in places)) / size:.1g}" if size else "from none"
             got = f"gradients of shares that differ {ratio} from those of whole batches, most in {named[worst][0]}"
             raise NanoError(error_message(got, _RULE, _WAYS))
+
+    def _wrong_layer(self, ids: Sequence[int], distances: Sequence[float], sizes: Sequence[float]) -> list[int]:
+        """Return the places of the parameters of a last layer if some gradients of it differ and none is equal."""
+        least = _OF_ALL * self._tolerance * math.hypot(*sizes)
+        for layer in self._last_layers:
+            places = [place for place, one in enumerate(ids) if one in layer and one not in self._earlier]
+            own = [(distances[place], sizes[place]) for place in places]
+            if any(off > max(least, self._tolerance * size) for off, size in own) and not any(
+                off <= self._tolerance * size and size > least for off, size in own
+            ):
+                return places
+        return []
 
     def _is_rounding(self, losses: Sequence[float], distances: Sequence[float], sizes: Sequence[float]) -> bool:
         """Whether losses are the same, and so is the gradient of some parameter."""

@@ -65,7 +65,7 @@ def _take_over(start: dict[str, Any]) -> None:
 def _joined(reporter: Reporter, assignment: Assignment, rank: int) -> Iterator[RankSlot]:
     """Connect a worker with the other ranks; the worker after the last rank is the witness, which is not connected."""
     if rank == assignment.size:
-        note_rank(None)
+        note_rank(0)
         _end_at_sockets(reporter)
         first = assignment.slots[0]
         yield RankSlot(Ranks(context=RunContext(witness=reporter.report)), first.machine, first.host)

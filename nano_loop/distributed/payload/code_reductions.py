@@ -93,11 +93,11 @@ def reduce_function(function: FunctionType) -> Reduction | None:
 
 
 def _reduce_unnamed(function: FunctionType) -> Reduction | None:
-    """Let a function without a name use its module's actual globals, which cloudpickle would copy."""
+    """Let a function that is not found by its name use its module's actual globals, which cloudpickle would copy."""
     module = sys.modules.get(function.__globals__.get("__name__", ""))
     if module is None or vars(module) is not function.__globals__ or not vars(module).get("__spec__"):
         return None
-    if at_its_name(function) is function or not _is_named(module):
+    if is_found(function) or not _is_named(module):
         return None
     attributes, cells = function_contents(function)
     attributes |= {name: getattr(function, name) for name in _OF_NAMED}

@@ -235,13 +235,13 @@ def by_rows(batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype 
     return empty(batch, rows, heads, columns, dtype=dtype).transpose(1, 2)
 
 
-def laid_out_as(tensor: Tensor, columns: int | None = None) -> Tensor:
-    """Return an empty tensor with the dtype of another tensor and the same order of heads and rows."""
+def laid_out_as(tensor: Tensor, columns: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty tensor with the same order of heads and rows as another one, by default in its dtype."""
     batch, heads, rows, own_columns = tensor.shape
-    columns = own_columns if columns is None else columns
+    columns, dtype = own_columns if columns is None else columns, dtype or tensor.dtype
     if tensor.stride(1) < tensor.stride(2):
-        return by_rows(batch, heads, rows, columns, tensor.dtype)
-    return tensor.new_empty(batch, heads, rows, columns)
+        return by_rows(batch, heads, rows, columns, dtype)
+    return tensor.new_empty(batch, heads, rows, columns, dtype=dtype)
 
 
 def _call(kernel: CompiledKernel, inputs: Inputs) -> _Call:

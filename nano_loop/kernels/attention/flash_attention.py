@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_loop.kernels import memory
+from nano_loop.kernels import memory, narrow_copies, override
 from nano_loop.kernels.attention import blocked_attention
 from nano_loop.kernels.attention.blocked_attention import Inputs
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.memory import is_plain
-from nano_loop.kernels.override import COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
+from nano_loop.kernels.override import BF16, COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
 from nano_loop.patching.operators import Kernel
 from nano_loop.patching.torch_private import FLASH_KERNEL
 from nano_loop.policy import product_precision
@@ -88,19 +88,22 @@ def _call(name: str, kernel: Kernel, tensors: tuple[Any, ...], details: _Details
 def _by_torch(call: Call) -> Any:
     (*factors, mask), details = call.tensors, call.details
     assert call.kernel is not None
-    return call.kernel(*factors, *details.outs, 0.0, details.is_causal, attn_mask=mask, scale=details.scale)
+    tensors = override.in_fp32((*factors, *details.outs))
+    return call.kernel(*tensors, 0.0, details.is_causal, attn_mask=mask, scale=details.scale)
 
 
 def _in_c(kernel: CompiledKernel, call: Call) -> tuple[Tensor, ...]:
     """Compute attention or its gradients, from factors in the kernel's dtype."""
     (*factors, mask), details = call.tensors, call.details
     dtype = torch.float32 if kernel is KERNEL else torch.bfloat16
-    *gradient, query, key, value = (blocked_attention.with_columns(tensor.to(dtype)) for tensor in factors)
+    rounds = dtype is torch.bfloat16 and not details.outs
+    inputs_in_dtype = [narrow_copies.rounded(tensor) if rounds else tensor.to(dtype) for tensor in factors]
+    *gradient, query, key, value = map(blocked_attention.with_columns, inputs_in_dtype)
     mask = None if mask is None else blocked_attention.as_mask(mask, query, key)
     inputs = Inputs(query, key, value, mask, is_causal=details.is_causal, scale=details.scale)
     if not details.outs:
         return blocked_attention.forward(kernel, inputs, blocked_attention.laid_out_as(factors[0], value.size(-1)))
-    gradients = [blocked_attention.laid_out_as(tensor) for tensor in factors[1:]]
+    gradients = [blocked_attention.laid_out_as(tensor, dtype=factors[0].dtype) for tensor in factors[1:]]
     blocked_attention.backward(kernel, inputs, gradient[0], details.outs[1].contiguous(), gradients)
     return tuple(gradients)
 
@@ -108,9 +111,12 @@ def _in_c(kernel: CompiledKernel, call: Call) -> tuple[Tensor, ...]:
 def _supports_rounding(call: Call) -> bool:
     """Whether attention can be computed in blocks from these tensors, rounded to bf16."""
     query, key, value, mask = call.tensors[-4:]
+    factor_dtypes = (*FP32, *BF16) if call.details.outs else FP32  # a backward may get bf16 copies
     if query.size(0) != key.size(0) or key.shape[:-1] != value.shape[:-1] or query.size(-1) != key.size(-1):
         return False
-    if not all(is_plain(tensor, (torch.float32,)) for tensor in (query, key, value, mask) if tensor is not None):
+    if not all(is_plain(tensor, factor_dtypes) for tensor in (query, key, value)):
+        return False
+    if not all(is_plain(tensor, FP32) for tensor in (call.tensors[0], mask) if tensor is not None):
         return False
     return blocked_attention.share_heads(query, key) and blocked_attention.supports(query, key, value)
 
@@ -131,9 +137,14 @@ _ROUNDED = Algorithm(
     *(ROUNDED, functools.partial(_in_c, blocked_attention.KERNEL), FP32), is_exact=False, supports=_supports_rounding
 )
 _COMPILED = Algorithm(*(COMPILED, functools.partial(_in_c, KERNEL), FP32), supports=_supports_fp32, kernel=KERNEL.name)
+_BACKWARD = f"{FLASH_KERNEL}_backward"
 OVERRIDES = tuple(
     Override(
-        *(operator, (_ROUNDED, _COMPILED), supports, lambda call: TORCH, _by_torch), product=ATTENTION, factors=factors
+        *(operator, (_ROUNDED, _COMPILED), supports, lambda call: TORCH, _by_torch),
+        product=ATTENTION,
+        factors=factors,
+        reads_copies=operator != FLASH_KERNEL,
     )
-    for operator, supports, factors in ((FLASH_KERNEL, _forward, 3), (f"{FLASH_KERNEL}_backward", _backward, 4))
+    for operator, supports, factors in ((FLASH_KERNEL, _forward, 3), (_BACKWARD, _backward, 4))
 )
+WITH_COPIES = narrow_copies.keeping(FLASH_KERNEL, {0: "query", 1: "key", 2: "value"}, _BACKWARD)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_loop.kernels import override
+from nano_loop.kernels import narrow_copies, override
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
 from nano_loop.kernels.convolution.weight_gradient import DIMENSIONS, FARTHEST, ConvolutionCall, Geometry
 from nano_loop.kernels.memory import BYTES, FP32, STRIDED, attempt, empty, is_plain
@@ -153,8 +153,10 @@ def _rounded(call: Call) -> Tensor:
     if blocked is not None:
         return blocked
     assert call.kernel is not None
-    out: Tensor = call.kernel(inputs.bfloat16(), weight.bfloat16(), None, *call.numbers).float()
-    return out if bias is None else out.add_(bias.view(-1, *[1] * (out.dim() - 2)))
+    out: Tensor = call.kernel(narrow_copies.rounded(inputs), weight.bfloat16(), None, *call.numbers)
+    if bias is None:
+        return narrow_copies.widened(out)
+    return out.float().add_(bias.view(-1, *[1] * (out.dim() - 2)))
 
 
 OVERRIDES = (
@@ -173,13 +175,15 @@ OVERRIDES = (
         product=CONVOLUTION,
         factors=2,
     ),
+    narrow_copies.keeping("convolution", {0: "input"}, "convolution_backward"),
 )
 
 
 def can_round(call: Call, first: int, groups: int) -> bool:
     """Whether rounding the tensors of a convolution to bf16, starting with index `first`, can make it faster."""
     inputs, weight = call.tensors[first : first + 2]
-    if groups != 1 or not all(is_plain(tensor, override.FP32) for tensor in (inputs, weight)):
+    input_dtypes = (*override.FP32, *override.BF16) if first else override.FP32  # a backward may get a bf16 copy
+    if groups != 1 or not is_plain(inputs, input_dtypes) or not is_plain(weight, override.FP32):
         return False
     layout = _LAYOUTS.get(inputs.dim())
     return layout is not None and not inputs.is_contiguous() and inputs.is_contiguous(memory_format=layout)

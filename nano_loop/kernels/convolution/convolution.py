@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_loop.kernels import override
 from nano_loop.kernels.convolution import blocked_convolution, depthwise, weight_gradient
 from nano_loop.kernels.convolution.blocked_convolution import can_round
 from nano_loop.kernels.convolution.gradient_plans import (
@@ -56,7 +57,8 @@ def _by_plans(call: Call, *, rounds_inputs: bool = False) -> _Gradients | None:
     """
     arguments = Arguments(*call.tensors, *call.numbers)
     in_fp32 = not rounds_inputs and arguments.weight.dtype is torch.float32 and is_depthwise(arguments)
-    if not _are_plain(torch.float32 if rounds_inputs or in_fp32 else torch.bfloat16, *call.tensors):
+    tensors = (arguments.gradient, arguments.weight) if rounds_inputs else call.tensors  # the inputs may be a copy
+    if not _are_plain(torch.float32 if rounds_inputs or in_fp32 else torch.bfloat16, *tensors):
         return None
     guess = first_guess(arguments)
     if in_fp32 and arguments.output_mask[1]:
@@ -96,6 +98,10 @@ def _of_rounded(call: Call, factors: Sequence[Tensor]) -> _Gradients:
     return gradients[0], gradients[1], _sum_of_pixels(call.tensors[0]) if needs_bias else None
 
 
+def _by_torch(call: Call) -> _Gradients:
+    return override.by_kernel(call._replace(tensors=tuple(override.in_fp32(call.tensors))))  # type: ignore[no-any-return]
+
+
 OVERRIDES = (
     Override(
         "convolution_backward",
@@ -104,9 +110,11 @@ OVERRIDES = (
             Algorithm("plans", _by_plans, (torch.bfloat16, torch.float32), is_raced=False),
         ),
         _supports,
+        by_torch=_by_torch,
         product=CONVOLUTION,
         factors=3,
         in_fp16=_of_rounded,
+        reads_copies=True,
     ),
 )
 

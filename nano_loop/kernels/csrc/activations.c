@@ -1,5 +1,5 @@
 /* tanh, tanh-approximated GELU, and its derivative, for bf16 tensors. They are computed in fp32 and rounded once, as in
-   torch.
+   torch. And the gradient of a ReLU in fp32 from its output in bf16.
 
    torch's tanh takes three to eight times as long. Elements are independent, so results do not depend on the number of
    threads. */
@@ -60,5 +60,15 @@ void gelu_backward(const uint16_t *gradients, const uint16_t *inputs, uint16_t *
 #pragma omp simd
         for (int64_t i = block; i < end; i++)
             out[i] = to_bf16(from_bf16(gradients[i]) * slope_of_gelu(from_bf16(inputs[i])));
+    }
+}
+
+/* As torch: the gradient is 0 where the output is 0, and passes where it is positive or NaN. */
+void relu_backward(const float *gradients, const uint16_t *outputs, float *out, int64_t count, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t block = 0; block < count; block += BLOCK) {
+        int64_t end = block + BLOCK < count ? block + BLOCK : count;
+#pragma omp simd
+        for (int64_t i = block; i < end; i++) out[i] = from_bf16(outputs[i]) <= 0.0f ? 0.0f : gradients[i];
     }
 }

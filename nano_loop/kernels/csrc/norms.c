@@ -27,6 +27,7 @@
 #define CHUNKS 128          /* approximate number, if there are many rows */
 #define SHARED 8            /* a number of chunks that 2, 4 or 8 threads can share equally */
 
+#define MIXED 2
 #define PARTS (LANES / WIDTH)
 #define FOR_PARTS _Pragma("GCC unroll 4") for (int part = 0; part < PARTS; part++)
 
@@ -35,7 +36,7 @@ typedef float four __attribute__((vector_size(16)));
 
 typedef struct {
     int64_t segments, rows, channels; /* in NCHW, `rows` are the elements of a channel of an image */
-    int64_t nhwc, bf16;
+    int64_t nhwc, bf16; /* 1, or MIXED for a backward: x is in bf16, both gradients in fp32 */
     /* NULL, or for a batch norm: adds the values per channel and two sums by channel of the other parts of the batch.
        Returns 0 if that failed. */
     int (*exchange)(double *elements, double *first, double *second);
@@ -84,7 +85,7 @@ INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_
 #define ADD(I)                                                                                                         \
     if (I < wide) {                                                                                                    \
         Vector apart = load(x, at + I * WIDTH, bf16) - shift##I;                                                       \
-        Vector factor = gradient ? load(gradient, at + I * WIDTH, bf16) : apart;                                       \
+        Vector factor = gradient ? load(gradient, at + I * WIDTH, bf16 == 1) : apart;                                  \
         first##I += factor;                                                                                            \
         second##I += factor * apart;                                                                                   \
     }
@@ -147,7 +148,7 @@ INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64
 #define ADD(I, MASK)                                                                                                   \
     {                                                                                                                  \
         Vector apart = load(x, at + place + I * LANES, bf16) - shift;                                                  \
-        Vector factor = gradient ? load(gradient, at + place + I * LANES, bf16) : apart;                               \
+        Vector factor = gradient ? load(gradient, at + place + I * LANES, bf16 == 1) : apart;                          \
         factor = factor MASK;                                                                                          \
         first##I += factor;                                                                                            \
         second##I += factor * apart;                                                                                   \
@@ -221,13 +222,17 @@ static void sums(const Shape *shape, const void *gradient, const void *x, const 
                 int64_t begin = row_of_chunk(shape, part, chunks), rows = row_of_chunk(shape, part + 1, chunks) - begin;
                 int64_t start = segment * shape->rows + begin;
                 double *plain = first + at * channels, *products = second + at * channels;
-                if (shape->bf16)
+                if (shape->bf16 == MIXED)
+                    chunk(gradient, x, start, rows, channels, MIXED, center, plain, products);
+                else if (shape->bf16)
                     chunk(gradient, x, start, rows, channels, 1, center, plain, products);
                 else
                     chunk(gradient, x, start, rows, channels, 0, center, plain, products);
             } else {
                 center = center ? center + part : 0;
-                if (shape->bf16)
+                if (shape->bf16 == MIXED)
+                    row(gradient, x, at * shape->rows, shape->rows, MIXED, center, first + at, second + at);
+                else if (shape->bf16)
                     row(gradient, x, at * shape->rows, shape->rows, 1, center, first + at, second + at);
                 else
                     row(gradient, x, at * shape->rows, shape->rows, 0, center, first + at, second + at);
@@ -287,8 +292,8 @@ INLINE void apply_to_row(const Coefficients *by, const void *gradient, const voi
             offset = load(offsets, place, 0), slope = load(slopes, place, 0);                                          \
         }                                                                                                              \
         Vector apart = load(x, at + place, bf16) - center;                                                             \
-        Vector found = gradient ? load(gradient, at + place, bf16) * scale + apart * slope : apart * scale;            \
-        store(out, at + place, bf16, found + offset);                                                                  \
+        Vector found = gradient ? load(gradient, at + place, bf16 == 1) * scale + apart * slope : apart * scale;       \
+        store(out, at + place, bf16 == 1, found + offset);                                                             \
     }
     for (; place + WIDTH <= count; place += WIDTH) APPLY
     if (place < count) {
@@ -308,7 +313,9 @@ static void apply(const Shape *shape, const Coefficients *by, const void *gradie
         for (int64_t at = 0; at < shape->segments * rows; at++) {
             int64_t segment = at / rows, channel = shape->nhwc ? 0 : at % rows;
             if (gradient) {
-                if (shape->bf16)
+                if (shape->bf16 == MIXED)
+                    apply_to_row(by, gradient, x, out, at * count, count, MIXED, segment, channel, !shape->nhwc);
+                else if (shape->bf16)
                     apply_to_row(by, gradient, x, out, at * count, count, 1, segment, channel, !shape->nhwc);
                 else
                     apply_to_row(by, gradient, x, out, at * count, count, 0, segment, channel, !shape->nhwc);

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_loop.kernels import override
+from nano_loop.kernels import narrow_copies, override
 from nano_loop.kernels.linear import fp32_product, product
 from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.kernels.override import BF16, COMPILED, FP32, ROUNDED, TORCH, Algorithm, Call, Override
 from nano_loop.patching.operators import Kernel
+from nano_loop.patching.torch_private_autograd import current_node_number
 from nano_loop.policy import product_precision
 from nano_loop.policy.product_precision import PRODUCT
 
@@ -35,7 +36,7 @@ def _supports(
 ) -> Call | None:
     """Return alpha a b + beta bias for matrices or equally many batches of them, if it is large enough."""
     *added, a, b = args
-    is_fp32 = a.dtype is torch.float32
+    is_fp32 = torch.float32 in (a.dtype, b.dtype)  # one may be a bf16 copy
     if (not is_fp32 and a.dtype is not torch.bfloat16) or a.dim() != dimensions or b.dim() != dimensions:
         return None
     multiplications = a.numel() * b.size(-1)
@@ -61,7 +62,7 @@ def _timed(call: Call) -> Call | None:
 
 
 def _by_torch(call: Call) -> Any:
-    a, b, bias = call.tensors
+    a, b, bias = *override.in_fp32(call.tensors[:2]), call.tensors[2]
     named = dict(zip(("beta", "alpha"), call.numbers, strict=False)) | call.details
     assert call.kernel is not None
     return call.kernel(*(() if bias is None else (bias,)), a, b, **named)
@@ -79,6 +80,7 @@ def _in_fp32(call: Call) -> Tensor:
 def _rounded(call: Call) -> Tensor:
     """Return the product of factors in bf16, with an fp32 sum added."""
     (a, b, bias), (beta, alpha) = call.tensors, call.numbers or (1, 1)
+    a = narrow_copies.rounded_once(a)
     row = bias if _adds_row(call) else None
     result = product.product(a, b, row, call.details.get("out"), dtype=torch.float32)
     if alpha != 1:
@@ -100,7 +102,7 @@ def _supports_rounding(call: Call) -> bool:
 def _supports_fp32(call: Call) -> bool:
     """Whether the sizes are those of a product plus a bias per column. torch raises for others, or broadcasts."""
     (a, b, bias), is_simple = call.tensors, not call.numbers and not call.details
-    if not is_simple or a.dim() != _MATRIX or a.size(1) != b.size(0):
+    if not is_simple or a.dim() != _MATRIX or a.size(1) != b.size(0) or a.dtype is not b.dtype:
         return False
     if call.multiplications < fp32_product.MIN_MULTIPLICATIONS:
         return False
@@ -138,11 +140,21 @@ def _is_expandable(bias: Tensor, shape: torch.Size) -> bool:
     return bias.dim() <= len(shape) and all(size in (1, of) for size, of in sizes)
 
 
+def _reads_copy(call: Call) -> bool:
+    """Whether this is a product of a backward, and one factor is a bf16 copy of an fp32 tensor."""
+    a, b, bias = call.tensors
+    dtypes = (*BF16, *FP32)
+    if a.dtype is b.dtype or bias is not None or call.details or current_node_number() is None:
+        return False
+    return is_plain(a, dtypes) and is_plain(b, dtypes) and a.size(1) == b.size(0) and product.supports(a, b)
+
+
 def _default(call: Call) -> str:
     return BLOCKS if call.tensors[0].dtype is torch.bfloat16 and product.KERNEL.is_first_guess else TORCH
 
 
 _ALGORITHMS = (
+    Algorithm("mixed", _rounded, FP32, is_exact=False, supports=_reads_copy, is_raced=False),
     Algorithm(BLOCKS, _in_blocks, BF16, supports=_supports_blocks),
     Algorithm(ROUNDED, _rounded, FP32, is_exact=False, supports=_supports_rounding),
     Algorithm(COMPILED, _in_fp32, FP32, supports=_supports_fp32, kernel=fp32_product.KERNEL.name),
@@ -159,6 +171,7 @@ MATRICES, BATCHES = (
             product=PRODUCT,
             factors=2,
             packs=True,
+            reads_copies=name == "mm" and not overload,
         )
         for name in names
         for overload in ("", ".out")
@@ -166,4 +179,9 @@ MATRICES, BATCHES = (
     for dimensions, names in ((_MATRIX, ("mm", "addmm")), (_BATCH, ("bmm", "baddbmm")))
 )
 OVERRIDES = (*MATRICES, *BATCHES)
+#: Products that keep a factor in bf16. Their backward calls ``mm``.
+WITH_COPIES = (
+    narrow_copies.keeping("mm", {0: "self"}, "mm", only_for=1),
+    narrow_copies.keeping("addmm", {1: "mat1"}, "mm", only_for=2),
+)
 NarrowWeight.products = {replaced.operator: replaced for replaced in MATRICES}

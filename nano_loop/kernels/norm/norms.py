@@ -240,6 +240,8 @@ def batch_norm_backward(
     if layout is None or not training or means is None or not are_fp32(layout.channels, weight, means, inverses):
         return None
     shape = shape_of(x, layout, together=True)
+    if override.is_copy(gradient, x):
+        shape.bf16 = 2  # MIXED
     with exchanging(shape, exchange):
         return _gradients("batch_norm", (shape,), gradient, x, weight, means, inverses, mask)
 
@@ -320,14 +322,29 @@ def layer_norm_backward(
     return _gradients("layer_norm", rows, gradient, x, weight, means, inverses, mask)
 
 
+def _reads_copy(call: Call) -> bool:
+    """Whether this is a backward with a bf16 copy of the input; see `nano_loop.kernels.narrow_copies`."""
+    return override.is_copy(call.tensors[0], call.numbers[0])
+
+
 OVERRIDES = tuple(
     Override(
         f"native_{compute.__name__}",
         (
             Algorithm(COMPILED, functools.partial(_computed, compute), BF16, is_raced=False),
-            Algorithm(COMPILED, functools.partial(_computed, compute), override.FP32, kernel=KERNEL.name),
+            Algorithm(
+                *("mixed", functools.partial(_computed, compute), override.FP32),
+                supports=_reads_copy,
+                is_raced=False,
+            ),
+            Algorithm(
+                *(COMPILED, functools.partial(_computed, compute), override.FP32),
+                supports=lambda call: not _reads_copy(call),
+                kernel=KERNEL.name,
+            ),
         ),
         functools.partial(_supports, compute.__name__),
+        reads_copies=compute is batch_norm_backward,
     )
     for compute in (
         *(batch_norm, batch_norm_backward, group_norm, group_norm_backward),
@@ -356,12 +373,14 @@ def _gradients(
     mask: Sequence[bool],
 ) -> _Results | None:
     """Call a backward of ``norms.c`` for the gradients of input, weight and bias that `mask` requests."""
-    if gradient.dtype is not x.dtype or gradient.layout is not torch.strided or inverses is None:
+    is_mixed = norm == "batch_norm" and override.is_copy(gradient, x)
+    if not (gradient.dtype is x.dtype or is_mixed) or gradient.layout is not torch.strided or inverses is None:
         return None
     form = torch.contiguous_format if x.is_contiguous() else NHWC[x.dim()]
     gradient, means, inverses = gradient.contiguous(memory_format=form), means.contiguous(), inverses.contiguous()
     weights = weight.shape if weight is not None else (sizes[1] if norm == "layer_norm" else x.size(1),)
     weight_gradient, bias_gradient = (empty(*weights) if is_needed else None for is_needed in mask[1:])
-    gradients = torch.empty_like(x) if mask[0] else None, weight_gradient, bias_gradient
+    input_gradient = torch.empty_like(x, dtype=gradient.dtype) if mask[0] else None
+    gradients = input_gradient, weight_gradient, bias_gradient
     first = (gradient, x, *sizes) if norm == "layer_norm" else (*sizes, gradient, x)
     return gradients if KERNEL(f"{norm}_backward", *first, weight, means, inverses, *gradients) else None

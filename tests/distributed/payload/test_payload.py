@@ -586,13 +586,20 @@ class Pair(typing_extensions.NamedTuple):
 class Named(TypedDict):
     x: int
 
+class Signs(torch.optim.Optimizer):
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data -= 0.5 * parameter.grad.sign()
+
 @nano(verbose=False)
 def train(model, x):
     return model(x).tolist()
 
 model, x = Model(2, 2), torch.ones(1, 2)
+optimizer = Signs(model.parameters(), {})  # torch wraps the class's step
 saved = [Settings, Box, Made, Own, Batch, Pair, Named, Model, Outer, Outer.Kind.LINEAR, Outer.double]
-dump((train.__wrapped__, Nano(verbose=False), (model, x), model(x).tolist(), saved), Path(sys.argv[1]), {})
+contents = train.__wrapped__, Nano(verbose=False), optimizer, (model, x), model(x).tolist(), saved
+dump(contents, Path(sys.argv[1]), {})
 """
 
 
@@ -601,15 +608,16 @@ def test_functions_and_classes_of_a_script_arrive_by_value_and_pickle_finds_them
     script, folder = tmp_path / "script.py", tmp_path / "folder"
     script.write_text(SCRIPT)
     folder.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[3]}:{Path(__file__).parents[2]}"}
     subprocess.run([sys.executable, script, folder], env=environment, check=True)
 
     def check(ranks):
-        train, runner, arguments, expected, saved = load(folder)
+        train, runner, optimizer, arguments, expected, saved = load(folder)
         again = pickle.loads(pickle.dumps([*saved, arguments]))
         assert [*map(operator.is_, again, saved)] == [True] * len(saved)
         assert (saved[4](3).product(), saved[5](1), saved[6](x=1)) == (6.0, (1,), {"x": 1})
         assert again[-1][0](arguments[1]).tolist() == expected
+        assert type(optimizer).step.__globals__ is vars(sys.modules["torch.optim.optimizer"])  # with all hooks
         return train(*arguments) == expected, runner.train(*arguments) == expected, isinstance(runner, TorchNano)
 
     assert team(2)(check) == [(True, True, True)] * 2

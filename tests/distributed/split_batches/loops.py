@@ -284,7 +284,7 @@ def gradient_penalty(run):
     return fit(run, model, loader_of(*vectors()), loss_of, by_sgd(model, 0.02))
 
 
-def own_gradients(run):
+def own_gradients(run, change=lambda gradient: gradient):
     """Gradients that the loop assigns to ``p.grad``, from a backward or without one."""
     model = mlp(6, 8, 1)
     optimizer = by_sgd(model)
@@ -293,7 +293,7 @@ def own_gradients(run):
     for x, y in loader_of(*vectors()):
         loss = F.mse_loss(model(x), y)
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = gradient
+            parameter.grad = change(gradient)
         optimizer.step()
     return (weights(model),)
 
@@ -428,6 +428,23 @@ def dropout(run):
         )
 
     return *fit(run, model, loader_of(*vectors(), batch_size=ODD), loss_of), torch.get_rng_state().double()
+
+
+def own_generator(run, size=ODD):
+    """Noise, and a mask, of a generator that also decides the order of samples."""
+    own = torch.Generator().manual_seed(5)
+
+    def loss_of(model, batch):
+        x, y = batch
+        mask = torch.empty_like(x).bernoulli_(0.5, generator=own)
+        return F.mse_loss(model(x * mask + torch.randn(len(x), 6, generator=own, dtype=x.dtype)), y)
+
+    loader = loader_of(*vectors(), batch_size=size, generator=own)
+    return *fit(run, mlp(6, 8, 1), loader, loss_of), own.get_state().double()
+
+
+def own_generator_of_equal_shares(run):
+    return own_generator(run, EVEN)
 
 
 class Noisy(Tagger):
@@ -587,7 +604,15 @@ LOOPS = {
         *(probabilities, accumulated_words, own_gradients, own_count, averages, evaluated_between, streamed),
         *(by_workers, read_ahead, kept, prefetched, trained_in_body, augmented, dropout, noisy_transformer),
         noisy_transformer_of_equal_shares,
-        *(noisy_lstm, noisy_lstm_of_equal_shares, gan, gan_of_equal_shares, sampling, checkpointed_dropout),
+        *(
+            own_generator,
+            noisy_lstm,
+            noisy_lstm_of_equal_shares,
+            gan,
+            gan_of_equal_shares,
+            sampling,
+            checkpointed_dropout,
+        ),
         *(checkpointed_dropout_reentrant, evaluated_alone),
     )
 }

@@ -24,6 +24,7 @@ from distributed.split_batches.loops import (
     loader_of,
     mlp,
     needs_kernels,
+    own_generator_of_equal_shares,
     own_gradients,
     padding,
     sampling,
@@ -168,6 +169,33 @@ def deep(run):
     return fit(run, model, loader_of(*vectors()), squares, by_sgd(model, lr=1e-9))
 
 
+class ActorCritic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.actor, self.critic = mlp(6, 8), mlp(8, 1), mlp(8, 1)
+
+    def forward(self, x):
+        hidden = Rounded.apply(self.stem(x).tanh())
+        return self.actor(hidden), self.critic(hidden)
+
+
+def actor_critic(run, normalized=False):
+    """The loss is that of the critic, so normalizing advantages by the share changes only gradients, by 0.1%."""
+    model = ActorCritic()
+
+    def loss_of(model, batch):
+        x, y = batch
+        advantages = (y - y.mean()) / y.std() if normalized else y
+        actions, values = model(x)
+        return ((actions - actions.detach()).exp() * advantages).mean() + 100 * F.mse_loss(values, y)
+
+    return fit(run, model, loader_of(*vectors(36)), loss_of, by_sgd(model, lr=1e-9))
+
+
+def normalized_advantages(run):
+    return actor_critic(run, normalized=True)
+
+
 def contrastive(run, *more):
     def loss_of(model, batch):
         z = F.normalize(model(batch[0]))
@@ -294,11 +322,46 @@ def total_by_lbfgs(run):
     return lbfgs(run, reduction="sum")
 
 
+def stepped_in_backward(run):
+    """The optimizer steps in hooks, before the backward that the witness would report has ended."""
+    model = mlp(6, 8, 1)
+    optimizers = {one: torch.optim.SGD([one], 0.05) for one in model.parameters()}
+    run.setup(model, [*optimizers.values()])
+    for one in optimizers:
+        one.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
+    for x, y in loader_of(*vectors()):
+        model.zero_grad()
+        F.mse_loss(model(x), y).backward()
+    return (weights(model),)
+
+
 def of_constant_size(run):
     def loss_of(model, batch):
         return squares(model, [column.view(9, -1) for column in batch])
 
     return fit(run, mlp(6, 8, 1), loader_of(*vectors(36)), loss_of)
+
+
+def own_signs(run):
+    """The sign of a mean is no mean of signs."""
+    return own_gradients(run, torch.sign)
+
+
+def own_gradients_of_two(run):
+    """Two optimizers, one of which steps by a backward."""
+    model, other = mlp(6, 8, 1), mlp(6, 8, 1)
+    optimizers = by_sgd(model), by_sgd(other)
+    run.setup([model, other], [*optimizers])
+    for x, y in loader_of(*vectors()):
+        for parameter, gradient in zip(
+            model.parameters(), torch.autograd.grad(F.mse_loss(model(x), y), [*model.parameters()]), strict=True
+        ):
+            parameter.grad = gradient
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        F.mse_loss(other(x), y).backward()
+        optimizers[1].step()
+    return weights(model), weights(other)
 
 
 def assert_no_process_is_left():
@@ -317,7 +380,10 @@ def test_sum_gets_the_weight_of_a_sum(loop, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "loop",
-    [sgd, noisy, decayed, sampling_of_equal_shares, noise_of_equal_shares, tokens_times_samples, padding],
+    [
+        *(sgd, noisy, decayed, sampling_of_equal_shares, noise_of_equal_shares, tokens_times_samples, padding),
+        *(own_gradients, own_gradients_of_two, own_generator_of_equal_shares),
+    ],
 )
 def test_mean_is_compared(loop):
     found, result = run_of(loop)
@@ -328,9 +394,10 @@ def test_mean_is_compared(loop):
 
 
 @pytest.mark.slow
-def test_rounding_in_deep_networks_is_no_other_loss():
-    (_, losses, _), result = run_of(deep)
-    assert torch.allclose(losses, plain(deep)[1], rtol=1e-6)
+@pytest.mark.parametrize("loop", [deep, actor_critic])
+def test_rounding_in_deep_networks_is_no_other_loss(loop):
+    (_, losses, _), result = run_of(loop)
+    assert torch.allclose(losses, plain(loop)[1], rtol=1e-6)
     assert result.status == "applied"
     assert "rounding" in result.detail
 
@@ -340,7 +407,7 @@ def test_rounding_in_deep_networks_is_no_other_loss():
     "loop",
     [
         *(contrastive, contrastive_with_dropout, mean_over_words, decayed_sum, divided_by_own_count),
-        *(slightly_decayed_sum, clamped, clamped_within),
+        *(slightly_decayed_sum, clamped, clamped_within, own_signs, normalized_advantages),
     ],
 )
 def test_other_losses_are_refused_before_a_second_step(loop):
@@ -374,7 +441,7 @@ def test_constant_number_of_samples_is_named():
         (connecting, "opens a socket"),
         (killed, "has ended"),
         (sleeping, "it took"),
-        (own_gradients, "no backward"),
+        (stepped_in_backward, "it has ended"),
     ],
 )
 def test_run_goes_on_where_nothing_can_be_compared(loop, why, monkeypatch):

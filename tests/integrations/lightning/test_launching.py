@@ -113,6 +113,7 @@ def test_ranks_that_share_each_batch_train_as_one_process(optimizer, off):
     assert nano.global_step == plain.global_step
     assert nano.callback_metrics["val"].item() == pytest.approx(plain.callback_metrics["val"].item(), abs=1e-5)
     assert nano.report["loaders"].status == "applied"
+    assert nano.report["split_batches"].status == "applied"
 
 
 class Failing(Regression):
