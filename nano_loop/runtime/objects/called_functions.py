@@ -38,7 +38,8 @@ def variables_kept(model: nn.Module) -> Iterator[None]:
 
     Calls of a copy of the model change them, too.
     """
-    functions = {each for kind in _classes_in(model) for each in _functions_of(kind)[0] if type(each) is FunctionType}
+    own = (function for kind in _classes_in(model) for function in _functions_of(kind)[0])
+    functions = {function for function in own if type(function) is FunctionType}
     with ExitStack() as stack:
         values = []
         for function in functions:
