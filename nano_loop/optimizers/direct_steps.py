@@ -162,7 +162,8 @@ def _called_directly(optimizer: Optimizer) -> bool:
 
 
 def _has_large(optimizer: Optimizer) -> bool:
-    return any(parameter.numel() >= _LARGE for group in optimizer.param_groups for parameter in group["params"])
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return any(parameter.grad is not None and parameter.numel() >= _LARGE for parameter in parameters)
 
 
 def _call_by_torch(rule: row_steps.Rule, lists: Sequence[Sequence[Any]], settings: Mapping[str, Any]) -> None:
