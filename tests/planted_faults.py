@@ -52,10 +52,10 @@ FAULTS = (
         "tests/autotune/test_budget.py",
     ),
     Fault(
-        "cli/checks.py",
+        "cli/doctor_checks.py",
         "            for instruction_set, words in _WORDS_FOR.items()\n",
         "            for instruction_set, words in [*_WORDS_FOR.items()][:2]\n",
-        "tests/cli/test_checks.py",
+        "tests/cli/test_doctor_checks.py",
     ),
     Fault(
         "cli/script.py",

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nano_loop.cli import as_text, checks
-from nano_loop.cli.checks import Finding, counted
+from nano_loop.cli.doctor_checks import Finding, counted
 from nano_loop.cli.inspected import Inspected, inspect_system
 from nano_loop.cpu import format_cpu_list, partition, process_counts
 from nano_loop.errors import quoted

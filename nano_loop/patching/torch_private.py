@@ -1,7 +1,8 @@
 """All uses of private names of torch and its dependencies, each with the reason for its use.
 
 Names of `torch.compile`, autograd, loaders and optimizers are in the ``torch_private_…`` modules next to this one. The
-tests of these modules fail if a name is missing. Other code that depends on torch's version:
+tests of these modules fail if a name is missing. Other code that depends on torch's version calls `is_older_than` or
+names the version in a comment. The largest parts:
 
 - Whether torch returns the kernels of operators, which most of our functions call (2.9 and later):
   `nano_loop.patching.operators.gives_kernels`.

@@ -22,7 +22,7 @@ Cancel = Callable[[], object]
 
 
 class StepClock:
-    """Counts the steps of a run's optimizers. All code that needs the step number uses this clock.
+    """Counts the steps of a run's optimizers, for all code in this process that acts at a step.
 
     Each optimizer has one pair of hooks, registered among the program's own hooks at the time of the setup. Functions
     are called in the order of their subscriptions, in any thread. Steps in threads other than the run's are neither

@@ -1,4 +1,4 @@
-"""The report of a run, including its title, and the lines that are printed."""
+"""Prints the report of a run. The reasons of skipped steps come from `nano_loop.steps.step.Step.skip_reason`."""
 
 from __future__ import annotations
 

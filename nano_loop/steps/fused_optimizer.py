@@ -16,6 +16,7 @@ from nano_loop.patching.optimizers import is_dense
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
+#: To add an optimizer, see `nano_loop.optimizers`.
 _HAVE_KERNELS = (AdamW, Adam, SGD, Adagrad)
 
 

@@ -7,6 +7,8 @@ cycle waits for one that cannot arrive: a deadlock.
 A note may be slightly outdated: its rank may have received the data but not have run since. So a cycle only counts if
 it is found a second time with the same notes, each of which has been counted up twice in between. The second of these
 counts happened after all ranks of the cycle had started to wait.
+
+A rank that is only late is an error of `nano_loop.distributed.shared_memory.shared_segment`.
 """
 
 from __future__ import annotations

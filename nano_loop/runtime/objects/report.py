@@ -1,4 +1,4 @@
-"""The report of a run: the steps that it applied and skipped, as text and as data."""
+"""The data of a report: the steps that a run applied and skipped, with reasons, and their text."""
 
 from __future__ import annotations
 
