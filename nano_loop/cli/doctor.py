@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from nano_loop.cli import as_text, checks
+from nano_loop.cli import as_text, doctor_checks
 from nano_loop.cli.doctor_checks import Finding, counted
 from nano_loop.cli.inspected import Inspected, inspect_system
 from nano_loop.cpu import format_cpu_list, partition, process_counts
@@ -21,8 +21,8 @@ from nano_loop.version import __version__
 
 #: Findings are printed in this order: first those that a user can fix right away.
 CHECKS: tuple[Callable[[Inspected], Iterator[Finding]], ...] = (
-    *(checks.thread_counts, checks.bindings, checks.refused_options, checks.slow_variables),
-    *(checks.kernels_in_c, checks.memory, checks.instruction_sets),
+    *(doctor_checks.thread_counts, doctor_checks.bindings, doctor_checks.refused_options, doctor_checks.slow_variables),
+    *(doctor_checks.kernels_in_c, doctor_checks.memory, doctor_checks.instruction_sets),
 )
 _LONGEST = 400  # maximum characters of a finding, which quotes the environment
 #: Instruction sets that matter for training, by their names in Linux.

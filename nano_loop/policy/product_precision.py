@@ -1,7 +1,6 @@
 """The policy of a run: which products of fp32 tensors may round their inputs to bf16 or fp16.
 
-For each call, `nano_loop.kernels.override.Override.computed` asks this, and then which algorithm was measured to be the
-fastest (`nano_loop.autotune.race`).
+For each call, `nano_loop.kernels.override` asks this, and then which algorithm was fastest (`nano_loop.autotune.race`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_loop.cli import checks
+from nano_loop.cli import doctor_checks
 from nano_loop.cli.app import app
 from nano_loop.cli.doctor import CHECKS
 from nano_loop.cli.inspected import CacheFolder, Kernels
@@ -166,7 +166,7 @@ TEXT = (Path(__file__).parents[2] / "docs/cli.md").read_text(encoding="utf-8")
 def kinds_in_the_code():
     """Return for each name of a finding whether it affects performance. A name that is put together has a star."""
     kinds = {}
-    for call in ast.walk(ast.parse(Path(checks.__file__).read_text())):
+    for call in ast.walk(ast.parse(Path(doctor_checks.__file__).read_text())):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "Finding":
             name = re.sub(r"^f'{.*}|'", "*", ast.unparse(call.args[0])).strip("*")
             flags = [ast.unparse(each.value) for each in call.keywords if each.arg == "hurts"]
@@ -175,7 +175,9 @@ def kinds_in_the_code():
 
 
 def test_every_check_is_listed_and_every_finding_is_in_the_table_with_its_kind():
-    own = [value for value in vars(checks).values() if getattr(value, "__module__", "") == checks.__name__]
+    own = [
+        value for value in vars(doctor_checks).values() if getattr(value, "__module__", "") == doctor_checks.__name__
+    ]
     assert {check for check in own if "Iterator[Finding]" in str(check.__annotations__)} == {*CHECKS}
     rows = re.findall(r"^\| (`[\w-]+`.*?) \| (hurts|note|\*) \|", TEXT, flags=re.MULTILINE)
     kinds = {name: kind for names, kind in rows for name in re.findall(r"`([\w-]+)`", names)}
