@@ -146,7 +146,7 @@ def main(given: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--only", type=names(ALL, LISTS), default=["mlp", "lstm", "unet"], metavar="WORKLOADS")
     add("--systems", type=names(systems.SYSTEMS), default=["plain", "nano"], help="two; the second is compared")
-    add("--against", type=Path, metavar="CHECKOUT", help="instead: nano of this checkout, compared with that one")
+    add("--against", type=Path, metavar="CHECKOUT", help="the second system in that checkout and in this one")
     add("--small", action="store_true", help="small workloads")
     add("--seconds", type=float, default=20, help="of a restart (default: 20)")
     add("--restarts", type=at_least_one, default=3, help="of both processes (default: 3)")
@@ -158,7 +158,7 @@ def main(given: list[str] | None = None) -> None:
         if reason := systems.why_not(each):
             parser.error(f"--systems {each}: {reason}")
     here = ROOT.resolve()
-    sides = [("nano", options.against.resolve()), ("nano", here)] if options.against else None
+    sides = [(options.systems[1], each) for each in (options.against.resolve(), here)] if options.against else None
     sides = sides or [(each, here) for each in options.systems]
     first, second = ("that checkout", "this one") if options.against else options.systems
     print(f"| workload | {first}, ms | {second}, ms | speed of the second (by restart) |")
