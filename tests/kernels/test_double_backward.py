@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
     # torch's own warning about operators without a batching rule
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
-    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),  # torch's own RMS norm
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # in forward mode, in 2.15 too
 ]
