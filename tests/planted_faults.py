@@ -213,10 +213,22 @@ FAULTS = (
         "tests/distributed/data_parallel/test_sync_batch_norm.py",
     ),
     Fault(
-        "distributed/data_parallel/witness.py",
+        "distributed/data_parallel/comparison.py",
         '"sum" if is_sum else "mean"',
         '"mean"',
         "tests/distributed/split_batches/test_witness.py",
+    ),
+    Fault(
+        "distributed/data_parallel/comparison.py",
+        "wrong = self._wrong_layer([id(parameter) for _, parameter in named], distances, sizes)",
+        "wrong = []",
+        "tests/distributed/split_batches/test_witness.py",
+    ),
+    Fault(
+        "kernels/narrow_copies.py",
+        "return None if known is None or known.version != version(tensor) else known.values()",
+        "return None if known is None else known.values()",
+        "tests/kernels/test_narrow_copies.py",
     ),
     Fault(
         "distributed/data_parallel/gradients.py",

@@ -18,7 +18,8 @@ from nano_loop.steps.step import RanksStep
 
 if TYPE_CHECKING:
     from nano_loop.distributed.data_parallel.averaging import Averaging, Transport
-    from nano_loop.distributed.data_parallel.witness import Comparison, Witness
+    from nano_loop.distributed.data_parallel.comparison import Comparison
+    from nano_loop.distributed.data_parallel.witness import Witness
 
 _FILE = "averaging-gradients"
 _OF_SUM = ", of a loss that is a sum over samples"
@@ -103,7 +104,7 @@ class GradientAveraging(RanksStep):
 
         self.undoing.enter_context(norms_over_all_ranks(self.ranks))
         if self.ranks.context.split is not None:
-            from nano_loop.distributed.data_parallel.witness import Comparison
+            from nano_loop.distributed.data_parallel.comparison import Comparison
 
             is_rounded = self.options.reduced_precision or self.options.kind.products_name is not None
             self._comparison = Comparison(self.ranks, self.ranks.context.split, is_rounded=is_rounded)

@@ -28,6 +28,8 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.agreement import Agreement, Fingerprint
 from nano_loop.distributed.data_parallel.buckets import GroupTransport, Overlap
 from nano_loop.distributed.data_parallel.checksums import checksums
+from nano_loop.distributed.data_parallel.comparison import Comparison
+from nano_loop.distributed.data_parallel.drawing_operators import drawing
 from nano_loop.distributed.data_parallel.gradients import (
     AveragedGradients,
     DenseGradients,
@@ -37,9 +39,8 @@ from nano_loop.distributed.data_parallel.gradients import (
 )
 from nano_loop.distributed.data_parallel.mean_losses import means_over_all_ranks
 from nano_loop.distributed.data_parallel.parameters import Parameters
-from nano_loop.distributed.data_parallel.random_draws import RandomDraws, drawing
+from nano_loop.distributed.data_parallel.random_draws import RandomDraws
 from nano_loop.distributed.data_parallel.roots import WeightedRoots, mean_loss
-from nano_loop.distributed.data_parallel.witness import Comparison
 from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
 from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed

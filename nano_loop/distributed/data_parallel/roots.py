@@ -21,7 +21,8 @@ import torch
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import SplitBatches
-from nano_loop.distributed.data_parallel.witness import Comparison, losses_among
+from nano_loop.distributed.data_parallel.comparison import Comparison
+from nano_loop.distributed.data_parallel.witness import losses_among
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.calls.backward import roots_weighted
 

@@ -1,21 +1,17 @@
-"""Checks whether shares of batches give the gradients of whole batches, which a witness process computes.
+"""The witness: an additional process that computes whole batches, where ranks share each batch.
 
-The witness is an additional process, alone in its run, which starts in the same state. It runs the same function until
-each optimizer has stepped. After each backward, and before a step without one, it sends the losses, and its gradients
-in a file that rank 0 deletes before the next one.
-
-At the first backward of a split batch, the ranks determine from the losses whether these are means or sums over
-samples, and thereby the weights of their shares. The gradients then show whether this is sufficient.
+It is alone in its run, which starts in the same state, and runs the same function until each optimizer has stepped.
+After each backward, and before a step without one, it sends the losses, and its gradients in a file that rank 0 deletes
+before the next one. `nano_loop.distributed.data_parallel.comparison` compares them.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,31 +23,16 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from nano_loop.data.random_states import differing, process_states
-from nano_loop.distributed.comm.ranks import ALONE, Ranks
-from nano_loop.distributed.comm.split_batches import REDUCTION, SplitBatches, batch_sums, random_state
-from nano_loop.distributed.data_parallel.checksums import are_equal, checksums
-from nano_loop.distributed.data_parallel.last_layers import split_by_depth
+from nano_loop.distributed.comm.ranks import ALONE
+from nano_loop.distributed.comm.split_batches import batch_sums, random_state
+from nano_loop.distributed.data_parallel.checksums import checksums
+from nano_loop.distributed.data_parallel.drawing_operators import drawing
 from nano_loop.distributed.data_parallel.parameters import Parameters
-from nano_loop.distributed.data_parallel.random_draws import drawing, may_be_by_batch, order_of
-from nano_loop.errors import NanoError, error_message
+from nano_loop.distributed.data_parallel.random_draws import may_be_by_batch, order_of
 from nano_loop.patching.calls.backward import backwards_watched, roots_weighted
 from nano_loop.patching.loaders import ClassIteration, LoaderChange, Start, implicit_loaders_changed
 from nano_loop.patching.optimizers import called_after_steps, called_before_steps, closure_of, held_by
-from nano_loop.patching.torch_private_autograd import has_tensor_hooks, in_backward
-
-_TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses; in bf16
-_DOUBLE = 1e-6  # of models in fp64, which may compute parts in fp32
-# In fp32, rounding changes the gradients of a deep network with ReLUs by 2%, and in bf16 by as much as their norm, but
-# it changes neither the loss nor the gradients of the last layers.
-_SAME_LOSSES = {_TOLERANCE: 1e-5, _ROUNDED: _ROUNDED, _DOUBLE: 1e-10}
-_OF_ALL = 1e-2  # of the tolerance: differences that are smaller, relative to all gradients, do not count
-_SAME_SUM, _MOST_ROUNDING = 1e-7, 0.05
-_UNDIVIDED = "random numbers that are not divided"
-_RULE = "with split_batches, a loss must be a mean or a sum over independent samples"
-_WAYS = (
-    "Divide a sum of losses by the count of all ranks and by nano_loop.share(), exchange statistics of a batch as "
-    "nn.SyncBatchNorm does, or pass split_batches=False: each rank then takes whole batches"
-)
+from nano_loop.patching.torch_private_autograd import in_backward
 
 
 class Witness(LoaderChange):
@@ -170,200 +151,8 @@ class Witness(LoaderChange):
                 os._exit(0)  # processes that it has started end with it
 
 
-class Comparison:
-    """Compares the gradients of this run's ranks with the witness's, until each optimizer has stepped.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        The processes. The first has the witness, if any.
-    split : SplitBatches
-        The state of this rank's share.
-    is_rounded : bool
-        Whether tensors are bf16.
-
-    Attributes
-    ----------
-    why_not : str
-        The reason why gradients are not compared.
-    compared : int
-        The number of backwards in which they were compared.
-    rounding : float
-        The largest difference attributed to rounding, relative to the norm of all gradients.
-    """
-
-    def __init__(self, ranks: Ranks, split: SplitBatches, *, is_rounded: bool = False) -> None:
-        self.split = split
-        self._ranks = ranks
-        self._witness = ranks.context.witness
-        self._told: dict[str, Any] | None = None
-        self._stepped: dict[int, Optimizer] = {}  # by id
-        self._tolerance = _ROUNDED if is_rounded else _TOLERANCE
-        self._losses: list[float] = []  # of the whole batch
-        self._last_layers: list[set[int]] = []  # the ids of their parameters
-        self._earlier: set[int] = set()  # the ids of parameters of other layers, in any backward until now
-        self.compared, self.rounding = 0, 0.0
-        self.why_not = "only local workers have a witness"
-        if self._witness is not None:
-            self.why_not = "no backward came before the first step"
-
-    def note_call(self, inputs: Any, *, trains: bool) -> None:
-        """Record the precision and the batch with which a model is called; see `SplitBatches.note_call`."""
-        self.split.note_call(inputs, trains=trains)
-        if torch.is_autocast_enabled("cpu"):
-            self._tolerance = _ROUNDED
-
-    def begin_backward(self, losses: Sequence[torch.Tensor]) -> None:
-        """Read the witness's results for this backward; collective at the first one of a split batch."""
-        self._forget()
-        told = None if self._witness is None else self._witness.next(self._ranks.check)
-        if told is None:
-            self._stop(getattr(self._witness, "why", ""))
-        share = self.split.share
-        if self.split.reduction is None and share is not None and not share.is_whole:
-            by_rank = self._ranks.gather(([float(loss.detach()) for loss in losses], self.split.sums), REDUCTION)
-            if told is not None and not _are_parts(told["sums"], [sums for _, sums in by_rank]):
-                self._stop("samples that are drawn at random, or in another order")
-                told = None
-            is_sum = told is not None and _are_sums(told["losses"], [values for values, _ in by_rank], self._tolerance)
-            self.split.reduction = self._ranks.broadcast("sum" if is_sum else "mean", what=REDUCTION)
-        self._told, self._losses = told, []
-        if told is not None and self._tolerance != _ROUNDED:
-            self._last_layers, earlier = split_by_depth(losses)
-            self._earlier |= earlier
-
-    def begin_step(self) -> None:
-        """Read the witness's results for a step whose gradients the loop itself has computed; collective, likewise."""
-        if self._told is not None:  # of a backward that has reached no parameter
-            self._stop("the loop computes gradients itself after a backward")
-        self.begin_backward([])
-
-    def note_losses(self, losses: Sequence[float]) -> None:
-        """Record the losses of the batch, computed from all shares."""
-        self._losses = [*losses]
-
-    def drawn(self, number: int) -> Any:
-        """Return the shape and order of the n-th random draw of the witness for this batch, if it reports them."""
-        told = self._told
-        if self._witness is not None and not in_backward():
-            self._forget()
-            told = self._witness.next(self._ranks.check, stays=True)
-        draws = told["draws"] if told is not None and told["batches"] == self.split.batches else []
-        return draws[number] if number < len(draws) else None
-
-    def end_backward(self, parameters: Parameters) -> None:
-        """Compare the mean gradients of parameters with the witness's.
-
-        Raises
-        ------
-        NanoError
-            If they differ.
-        """
-        told = self._told
-        if told is None:
-            return
-        named = parameters.named
-        with torch.no_grad():
-            whole = torch.load(told["file"], mmap=True, weights_only=True)
-            self._forget()
-            pairs = zip(told["parameters"], checksums(parameter for _, parameter in named), strict=False)
-            has_same = told["shapes"] == [[*parameter.shape] for _, parameter in named]
-            if not has_same or not all(are_equal(one, other, torch.float32) for one, other in pairs):
-                self._stop("the ranks' parameters begin with other values")
-                return
-            distances = [_distance(parameter.grad, other) for (_, parameter), other in zip(named, whole, strict=True)]
-            sizes = [_distance(gradient, None) for gradient in whole]
-        off, size = math.hypot(*distances), math.hypot(*sizes)
-        if self._tolerance == _TOLERANCE and all(parameter.dtype == torch.float64 for _, parameter in named):
-            self._tolerance = _DOUBLE
-        wrong = self._wrong_layer([id(parameter) for _, parameter in named], distances, sizes)
-        is_off = bool(wrong) or off > self._tolerance * size
-        is_divided = not told["drawn"] and told["random_state"] == random_state()
-        if is_off and not is_divided:
-            self._stop(_UNDIVIDED)
-            return
-        self.compared += 1
-        is_bounded = not wrong and (self._tolerance == _ROUNDED or off <= _MOST_ROUNDING * size)
-        has_hooks = any(has_tensor_hooks(parameter) for _, parameter in named)  # which change a share's gradient
-        if is_off and is_bounded and not has_hooks and self._is_rounding(told["losses"], distances, sizes):
-            self.rounding = max(self.rounding, off / size)
-        elif is_off:
-            places = wrong or range(len(named))
-            worst = max(places, key=distances.__getitem__)
-            size = math.hypot(*(sizes[place] for place in places))
-            ratio = f"by {math.hypot(*(distances[place] for place in places)) / size:.1g}" if size else "from none"
-            got = f"gradients of shares that differ {ratio} from those of whole batches, most in {named[worst][0]}"
-            raise NanoError(error_message(got, _RULE, _WAYS))
-
-    def _wrong_layer(self, ids: Sequence[int], distances: Sequence[float], sizes: Sequence[float]) -> list[int]:
-        """Return the places of the parameters of a last layer if some gradients of it differ and none is equal."""
-        least = _OF_ALL * self._tolerance * math.hypot(*sizes)
-        for layer in self._last_layers:
-            places = [place for place, one in enumerate(ids) if one in layer and one not in self._earlier]
-            own = [(distances[place], sizes[place]) for place in places]
-            if any(off > max(least, self._tolerance * size) for off, size in own) and not any(
-                off <= self._tolerance * size and size > least for off, size in own
-            ):
-                return places
-        return []
-
-    def _is_rounding(self, losses: Sequence[float], distances: Sequence[float], sizes: Sequence[float]) -> bool:
-        """Whether losses are the same, and so is the gradient of some parameter."""
-        nearest = _SAME_LOSSES[self._tolerance]
-        return (
-            0 < len(losses) == len(self._losses)
-            and all(math.isclose(*pair, rel_tol=nearest) for pair in zip(losses, self._losses, strict=True))
-            and any(off <= self._tolerance * size > 0 for off, size in zip(distances, sizes, strict=True))
-        )
-
-    def after_step(self, optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> None:
-        """End the witness once all optimizers have stepped."""
-        self._stepped[id(optimizer)] = optimizer
-        if self._witness is not None and all(id(one) in self._stepped for one in optimizers):
-            self._stop(self.why_not)
-
-    def _forget(self) -> None:
-        """Let the witness continue."""
-        told, self._told = self._told, None
-        if told is not None:
-            Path(told["file"]).unlink(missing_ok=True)
-
-    def _stop(self, why: str) -> None:
-        if self._witness is not None:
-            self._witness.close()
-            self._witness, self.why_not = None, why
-            self._stepped.clear()
-
-
 def losses_among(tensors: Any) -> list[torch.Tensor]:
     """Return the roots of a backward that are losses, that is, scalars."""
     roots = tensors if isinstance(tensors, (list, tuple)) else [tensors]
     tensors = [root for root in roots if isinstance(root, torch.Tensor)]
     return [root for root in tensors if root.numel() == 1 and root.is_floating_point() and not root.is_leaf]
-
-
-def _are_parts(whole: Sequence[float], by_rank: Sequence[Sequence[float]]) -> bool:
-    """Whether batches with these checksums are parts of one batch, which some ranks may have as a whole."""
-    if len({len(whole), *map(len, by_rank)}) > 1:  # lists of samples
-        whole, by_rank = [sum(whole)], [[sum(sums)] for sums in by_rank]
-    return all(
-        any(math.isclose(total, one, rel_tol=_SAME_SUM, abs_tol=_SAME_SUM) for one in (sum(parts), max(parts)))
-        for total, parts in zip(whole, zip(*by_rank, strict=True), strict=True)
-    )
-
-
-def _are_sums(whole: Sequence[float], by_rank: Sequence[Sequence[float]], tolerance: float) -> bool:
-    """Whether losses of a whole batch are sums of its parts' losses. If all are zero, they count as means."""
-    if not any(whole) or {len(whole)} != {len(losses) for losses in by_rank}:
-        return False
-    totals = map(sum, zip(*by_rank, strict=True))
-    return all(math.isclose(one, total, rel_tol=tolerance) for one, total in zip(whole, totals, strict=True))
-
-
-def _distance(gradient: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """Return the norm of the difference of two gradients; a missing gradient is zero."""
-    one, two = (None if part is None else part.to_dense() for part in (gradient, other))
-    rest = one if two is None else (-two if one is None else one - two)
-    if rest is None:
-        return 0.0
-    return float(torch.linalg.vector_norm(rest, dtype=torch.complex128 if rest.is_complex() else torch.float64))

@@ -41,7 +41,7 @@ _OWN = frozenset(
         *("requires_grad", "grad_fn", "is_leaf", "retains_grad", "grad", "output_nr", "retain_grad", "register_hook"),
         *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "is_inference"),
         *("is_neg", "is_conj", "get_device", "is_same_size", "names", *TENSOR_HOOKS, VERSION, "__hash__"),
-        *("__class__", "__dict__", "is_complex", "is_signed"),
+        *("__class__", "__dict__", "is_signed"),
     )
 )
 

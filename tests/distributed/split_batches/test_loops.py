@@ -46,7 +46,7 @@ class SetUp(TorchNano):
 
 
 def test_torch_that_does_not_say_kernels_is_refused(monkeypatch):
-    monkeypatch.setattr("nano_loop.distributed.data_parallel.random_draws.gives_kernels", lambda: False)
+    monkeypatch.setattr("nano_loop.distributed.data_parallel.drawing_operators.gives_kernels", lambda: False)
     with pytest.raises(NanoConfigError, match=r"2\.9 and later do\. Remove split_batches=True"):
         SetUp(**OPTIONS, split_batches=True).train(torch.nn.Linear(2, 1))
 

@@ -9,7 +9,8 @@ from distributed.small import OPTIONS
 from distributed.split_batches.loops import Plain, by_sgd, loader_of, mlp, needs_kernels, vectors, weights
 from nano_loop import TorchNano
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
-from nano_loop.distributed.data_parallel.random_draws import RandomDraws, drawing
+from nano_loop.distributed.data_parallel.drawing_operators import drawing
+from nano_loop.distributed.data_parallel.random_draws import RandomDraws
 from nano_loop.errors import NanoError, NanoWorkerError
 
 pytestmark = needs_kernels

@@ -37,7 +37,7 @@ from distributed.split_batches.loops import (
 from distributed.split_batches.test_loops import assert_equal
 from nano_loop import NanoError, NanoWorkerError, TorchNano
 from nano_loop.distributed.comm.split_batches import batch_sums
-from nano_loop.distributed.data_parallel.witness import _are_parts
+from nano_loop.distributed.data_parallel.comparison import _are_parts
 from nano_loop.distributed.launch_local import process
 from nano_loop.distributed.launch_local.server import kept
 
