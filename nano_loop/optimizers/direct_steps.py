@@ -9,9 +9,9 @@ any function of torch that the program has replaced.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from nano_loop.errors import error_message
 from nano_loop.kernels import denormals
-from nano_loop.kernels.build import compiled
-from nano_loop.kernels.compiler import OPENMP
 from nano_loop.kernels.embedding import row_gradients
 from nano_loop.optimizers import row_steps
 from nano_loop.optimizers.row_steps import RowStep
@@ -48,9 +46,6 @@ from nano_loop.patching.torch_private_optimizers import (
 
 _Method = Callable[..., Any]
 _Group = dict[str, Any]
-
-#: Minimum number of elements of a parameter for which threads gain more than their start takes, 3 to 20 microseconds.
-_LARGE = 1 << 15
 
 #: The smallest eps that hides the root of a denormal moment: it changes no bit of the divisor.
 LEAST_EPS = 1e-11
@@ -150,8 +145,6 @@ def _called_directly(optimizer: Optimizer) -> bool:
         flushes = flushes and group.get("eps", 1.0) >= LEAST_EPS
     with torch.no_grad():
         threads = denormals.count_of_threads() if flushes else 0
-        if threads > 1 and not row_gradients and not _has_large(optimizer):
-            threads = 1  # no other thread computes
         try:
             denormals.flush(threads)
             for kernel in kernels:
@@ -159,29 +152,6 @@ def _called_directly(optimizer: Optimizer) -> bool:
         finally:
             denormals.restore(threads)
     return True
-
-
-def _has_large(optimizer: Optimizer) -> bool:
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return any(parameter.grad is not None and parameter.numel() >= _LARGE for parameter in parameters)
-
-
-def _call_by_torch(rule: row_steps.Rule, lists: Sequence[Sequence[Any]], settings: Mapping[str, Any]) -> None:
-    """Call torch's kernel, which starts its threads for each parameter: for small ones, with one thread."""
-    threads = denormals.count_of_threads()
-    is_small = [tensor.numel() < _LARGE for tensor in lists[0]]
-    if threads < 2 or not any(is_small):
-        rule.by_torch(*lists, **settings)
-        return
-    library = compiled(OPENMP)
-    try:
-        library.set_threads(1)
-        rule.by_torch(*([*compress(tensors, is_small)] for tensors in lists), **settings)
-    finally:
-        library.set_threads(threads)
-    if not all(is_small):
-        is_large = [not small for small in is_small]
-        rule.by_torch(*([*compress(tensors, is_large)] for tensors in lists), **settings)
 
 
 def _gathered(optimizer: Optimizer, group: _Group) -> Callable[[], None] | None:
@@ -220,7 +190,7 @@ def _gathered(optimizer: Optimizer, group: _Group) -> Callable[[], None] | None:
         if counters:
             foreach_increment(counters)
         if lists[0]:
-            _call_by_torch(rule, lists, settings)
+            rule.by_torch(*lists, **settings)
         for step in by_rows:
             step()
         increment_version(written)
