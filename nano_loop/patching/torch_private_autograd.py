@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,11 @@ def current_node_number() -> int | None:
     """Return the sequence number of the node whose backward this thread is running, or None outside a backward."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def output_numel(node: Any, place: int) -> int:
+    """Return the number of elements of an output of an autograd node. torch has no public way."""
+    return math.prod(node._input_metadata[place].shape)
 
 
 def node_number(node: Any) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from nano_loop.data.random_states import checksum_of_libraries
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import REDUCTION, SplitBatches, random_state
 from nano_loop.distributed.data_parallel.checksums import are_equal, checksums
@@ -57,6 +58,8 @@ class Comparison:
         The number of backwards in which they were compared.
     rounding : float
         The largest difference attributed to rounding, relative to the norm of all gradients.
+    tolerance : float
+        The largest relative difference of equal gradients.
     """
 
     def __init__(self, ranks: Ranks, split: SplitBatches, *, is_rounded: bool = False) -> None:
@@ -65,7 +68,7 @@ class Comparison:
         self._witness = ranks.context.witness
         self._told: dict[str, Any] | None = None
         self._stepped: dict[int, Optimizer] = {}  # by id
-        self._tolerance = _ROUNDED if is_rounded else _TOLERANCE
+        self.tolerance = _ROUNDED if is_rounded else _TOLERANCE
         self._losses: list[float] = []  # of the whole batch
         self._last_layers: list[set[int]] = []  # the ids of their parameters
         self._earlier: set[int] = set()  # the ids of parameters of other layers, in any backward until now
@@ -74,11 +77,16 @@ class Comparison:
         if self._witness is not None:
             self.why_not = "no backward came before the first step"
 
+    @property
+    def is_comparing(self) -> bool:
+        """Whether the witness has computed the current backward; False on ranks other than 0."""
+        return self._told is not None
+
     def note_call(self, inputs: Any, *, trains: bool) -> None:
         """Record the precision and the batch with which a model is called; see `SplitBatches.note_call`."""
         self.split.note_call(inputs, trains=trains)
         if torch.is_autocast_enabled("cpu"):
-            self._tolerance = _ROUNDED
+            self.tolerance = _ROUNDED
 
     def begin_backward(self, losses: Sequence[torch.Tensor]) -> None:
         """Read the witness's results for this backward; collective at the first one of a split batch."""
@@ -92,10 +100,10 @@ class Comparison:
             if told is not None and not _are_parts(told["sums"], [sums for _, sums in by_rank]):
                 self._stop("samples that are drawn at random, or in another order")
                 told = None
-            is_sum = told is not None and _are_sums(told["losses"], [values for values, _ in by_rank], self._tolerance)
+            is_sum = told is not None and _are_sums(told["losses"], [values for values, _ in by_rank], self.tolerance)
             self.split.reduction = self._ranks.broadcast("sum" if is_sum else "mean", what=REDUCTION)
         self._told, self._losses = told, []
-        if told is not None and self._tolerance != _ROUNDED:
+        if told is not None and self.tolerance != _ROUNDED:
             self._last_layers, earlier = split_by_depth(losses)
             self._earlier |= earlier
 
@@ -141,16 +149,18 @@ class Comparison:
             distances = [_distance(parameter.grad, other) for (_, parameter), other in zip(named, whole, strict=True)]
             sizes = [_distance(gradient, None) for gradient in whole]
         off, size = math.hypot(*distances), math.hypot(*sizes)
-        if self._tolerance == _TOLERANCE and all(parameter.dtype == torch.float64 for _, parameter in named):
-            self._tolerance = _DOUBLE
+        if self.tolerance == _TOLERANCE and all(parameter.dtype == torch.float64 for _, parameter in named):
+            self.tolerance = _DOUBLE
         wrong = self._wrong_layer([id(parameter) for _, parameter in named], distances, sizes)
-        is_off = bool(wrong) or off > self._tolerance * size
-        is_divided = not told["drawn"] and told["random_state"] == random_state()
+        is_off = bool(wrong) or off > self.tolerance * size
+        # Numbers that do not depend on the batch's size, such as mixup's factor, are the same.
+        is_drawn_alike = not told["drawn"] or told["libraries"] == checksum_of_libraries()
+        is_divided = is_drawn_alike and told["random_state"] == random_state()
         if is_off and not is_divided:
             self._stop(_UNDIVIDED)
             return
         self.compared += 1
-        is_bounded = not wrong and (self._tolerance == _ROUNDED or off <= _MOST_ROUNDING * size)
+        is_bounded = not wrong and (self.tolerance == _ROUNDED or off <= _MOST_ROUNDING * size)
         has_hooks = any(has_tensor_hooks(parameter) for _, parameter in named)  # which change a share's gradient
         if is_off and is_bounded and not has_hooks and self._is_rounding(told["losses"], distances, sizes):
             self.rounding = max(self.rounding, off / size)
@@ -164,23 +174,23 @@ class Comparison:
 
     def _wrong_layer(self, ids: Sequence[int], distances: Sequence[float], sizes: Sequence[float]) -> list[int]:
         """Return the places of the parameters of a last layer if some gradients of it differ and none is equal."""
-        least = _OF_ALL * self._tolerance * math.hypot(*sizes)
+        least = _OF_ALL * self.tolerance * math.hypot(*sizes)
         for layer in self._last_layers:
             places = [place for place, one in enumerate(ids) if one in layer and one not in self._earlier]
             own = [(distances[place], sizes[place]) for place in places]
-            if any(off > max(least, self._tolerance * size) for off, size in own) and not any(
-                off <= self._tolerance * size and size > least for off, size in own
+            if any(off > max(least, self.tolerance * size) for off, size in own) and not any(
+                off <= self.tolerance * size and size > least for off, size in own
             ):
                 return places
         return []
 
     def _is_rounding(self, losses: Sequence[float], distances: Sequence[float], sizes: Sequence[float]) -> bool:
         """Whether losses are the same, and so is the gradient of some parameter."""
-        nearest = _SAME_LOSSES[self._tolerance]
+        nearest = _SAME_LOSSES[self.tolerance]
         return (
             0 < len(losses) == len(self._losses)
             and all(math.isclose(*pair, rel_tol=nearest) for pair in zip(losses, self._losses, strict=True))
-            and any(off <= self._tolerance * size > 0 for off, size in zip(distances, sizes, strict=True))
+            and any(off <= self.tolerance * size > 0 for off, size in zip(distances, sizes, strict=True))
         )
 
     def after_step(self, optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from nano_loop.distributed.comm.mismatch import MEAN_LOSS
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.data_parallel.sample_weights import OVER_ALL_RANKS
 from nano_loop.kernels.head.cross_entropy import MEAN, SUM, denominator, mean_of_rows
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import listening
@@ -77,5 +78,7 @@ def _over_all_ranks(
     factor = count * share.total / (total * share.samples) if total else 1.0
     if factor != 1:
         loss = loss * factor
+    if loss.grad_fn is not None:
+        loss.grad_fn.metadata[OVER_ALL_RANKS] = True
     loss.data = torch.full_like(loss.detach(), total_loss / total if total else math.nan)
     return loss

@@ -67,9 +67,11 @@ def _is_default(generator: torch.Generator | None) -> bool:
 class RandomDraws:
     """Draws from any generator, in the loop's thread.
 
-    Whether a draw has a batch dimension is determined once per place in the program: from the tensor's sizes on all
+    Whether a draw has a batch dimension is determined once per place in the program and number of the draw there in its
+    batch, since a loop may draw for activations and weights at one place. It follows from the tensor's sizes on all
     ranks if these have different numbers of samples, and otherwise from its sizes in the witness. If the witness does
-    not report them, masks and ``*_like`` of tensors that are not parameters are assumed to have one.
+    not report them, the draw is like all others at its place. If there are none, masks and ``*_like`` of tensors that
+    are not parameters are assumed to have a batch dimension.
 
     Parameters
     ----------
@@ -89,9 +91,11 @@ class RandomDraws:
         self.drawn_alike: dict[str, None] = {}
         self._ranks = ranks
         self._in_witness = in_witness
-        self._sites: dict[tuple[int, ...], int | None] = {}  # the dimension of the batch, by place
-        self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # see `_Part`, by place
-        self._unknown: set[tuple[int, ...]] = set()  # places for which the witness has reported nothing
+        self._places: dict[tuple[int, ...], int] = {}  # the number of draws for the current batch, by place
+        self._sites: dict[tuple[int, ...], int | None] = {}  # the dimension of the batch, by place and number
+        self._dimensions: dict[tuple[int, ...], set[int | None]] = {}  # all dimensions of the batch at a place
+        self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # see `_Part`, by place and number
+        self._unknown: set[tuple[int, ...]] = set()  # draws for which the witness has reported nothing
         self._draws = False  # whether a tensor is being drawn for the whole batch
 
     def draw(
@@ -121,10 +125,18 @@ class RandomDraws:
         number, split.draws = split.draws, split.draws + 1  # a nested draw counts as well
         if self._draws:
             return None
-        site = _site(tensor.dim())
+        if not number:
+            self._places.clear()
+        place = _site(tensor.dim())
+        site = *place, self._places.setdefault(place, 0)
+        self._places[place] += 1
+        known = self._dimensions.setdefault(place, set())
         if site not in self._sites:
             self._learn(site, tensor, share, number)
-        dimension = self._sites[site] if site in self._sites else self._guessed(tensor, share, is_mask)
+        if site in self._sites:
+            known.add(dimension := self._sites[site])
+        else:
+            dimension = next(iter(known)) if len(known) == 1 else self._guessed(tensor, share, is_mask)
         if dimension is None or tensor.size(dimension) % share.samples:
             return None
         times = tensor.size(dimension) // share.samples  # of flattened samples, or of heads of an attention

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from nano_loop.data.random_states import differing, process_states
+from nano_loop.data.random_states import checksum_of_libraries, differing, process_states
 from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.distributed.comm.split_batches import batch_sums, random_state
 from nano_loop.distributed.data_parallel.checksums import checksums
@@ -125,6 +125,7 @@ class Witness(LoaderChange):
             sums=self._sums,
             random_state=random_state(),
             drawn=any(others),  # by libraries other than torch
+            libraries=checksum_of_libraries(),
             draws=self._draws,
             batches=self._batches,
             file=str(self._file),
