@@ -299,5 +299,7 @@ def batch_sums(batch: Any) -> tuple[float, ...]:
     dense = [tensor for tensor in find(torch.Tensor, batch) if tensor.layout is torch.strided and tensor.numel()]
     tensors = [one for one in dense if not (one.is_nested or one.is_quantized or one.is_complex())]
     summed = [tensor for tensor in tensors if tensor.is_floating_point()] or tensors
-    totals = [torch.atleast_1d(tensor.detach().double()).sum(0).flatten() for tensor in summed]  # type: ignore[no-untyped-call]
+    # Missing values, such as labels, would make all sums NaN.
+    finite = [tensor.detach().double().nan_to_num(nan=0.5, posinf=1.0, neginf=-1.0) for tensor in summed]
+    totals = [torch.atleast_1d(tensor).sum(0).flatten() for tensor in finite]  # type: ignore[no-untyped-call]
     return tuple(float(total @ torch.linspace(1, 2, len(total), dtype=torch.float64)) for total in totals)

@@ -22,6 +22,7 @@ from nano_loop.distributed.data_parallel.last_layers import split_by_depth
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private_autograd import has_tensor_hooks, in_backward
+from nano_loop.patching.user_code import warn
 
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses; in bf16
 _DOUBLE = 1e-6  # of models in fp64, which may compute parts in fp32
@@ -31,6 +32,8 @@ _SAME_LOSSES = {_TOLERANCE: 1e-5, _ROUNDED: _ROUNDED, _DOUBLE: 1e-10}
 _OF_ALL = 1e-2  # of the tolerance: differences that are smaller, relative to all gradients, do not count
 _SAME_SUM, _MOST_ROUNDING = 1e-7, 0.05
 _UNDIVIDED = "random numbers that are not divided"
+_DRAWS = "with split_batches, NumPy and random draw for the rank's part only, and alike on all ranks with equal parts"
+_DRAW = "Draw one value for each sample by torch, or mix samples in collate_fn. If the loop may draw so, ignore this"
 _RULE = "with split_batches, a loss must be a mean or a sum over independent samples"
 _WAYS = (
     "Divide a sum of losses by the count of all ranks and by nano_loop.share(), exchange statistics of a batch as "
@@ -157,6 +160,8 @@ class Comparison:
         is_drawn_alike = not told["drawn"] or told["libraries"] == checksum_of_libraries()
         is_divided = is_drawn_alike and told["random_state"] == random_state()
         if is_off and not is_divided:
+            got = f"gradients of shares that differ from those of whole batches, due to {_UNDIVIDED}"
+            warn(error_message(got, _DRAWS, _DRAW))
             self._stop(_UNDIVIDED)
             return
         self.compared += 1

@@ -69,8 +69,13 @@ class WeightedRoots:
                 root.data = torch.full_like(root.detach(), mean)
 
     def compare_weights(self, by_rank: Sequence[Any]) -> None:
-        """Warn if the ranks' samples have different weights; see `SampleWeights.compare`."""
-        self.sample_weights.compare(by_rank, self.comparison.tolerance, is_compared=self.comparison.is_comparing)
+        """Warn if the ranks' samples have different weights; see `SampleWeights.compare`.
+
+        The loss of a single sample may have no reduction.
+        """
+        share = self._split.share
+        if share is not None and (share.is_whole or share.total >= 2 * share.size):
+            self.sample_weights.compare(by_rank, self.comparison.tolerance, is_compared=self.comparison.is_comparing)
 
     def scale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Multiply gradients that the loop itself has computed by the weight of this rank's share."""
