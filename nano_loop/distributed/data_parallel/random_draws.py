@@ -21,10 +21,12 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import Share
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import base_of
-from nano_loop.patching.user_code import users_place
+from nano_loop.patching.user_code import users_place, warn
 
 #: Name of the exchange at the first draw at a place in the program.
 DRAWING = "a draw of random numbers"
+_ALIKE = "with split_batches and equal parts, these are the same on all ranks, unless the first step draws them"
+_PER_SAMPLE = "If they are per sample, draw them by a function such as torch.randn_like, or from the first step on"
 #: The code of modules whose dropout inputs have time as the first dimension.
 _RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.RNN, nn.LSTM, nn.GRU))
 
@@ -191,8 +193,12 @@ class RandomDraws:
         if is_mask and tensor.dim() > 2 and tensor.size(1) == share.samples:  # time comes first, as in transformers
             return 1
         is_of_batch = tensor.size(0) == share.samples or (is_mask and tensor.size(0) % share.samples == 0)
-        if is_of_batch and (place := users_place()) is not None:
-            self.drawn_alike[f"{os.path.basename(place.filename)}:{place.number}"] = None
+        if is_of_batch and not is_of_parameter(tensor) and (place := users_place()) is not None:
+            line = f"{os.path.basename(place.filename)}:{place.number}"
+            if line not in self.drawn_alike and self._ranks.rank == 0:
+                got = f"{line} draws random numbers of the shape {[*tensor.shape]}, not known to be per sample"
+                warn(error_message(got, _ALIKE, _PER_SAMPLE))
+            self.drawn_alike[line] = None
         return None
 
 
