@@ -31,6 +31,8 @@ _COMBINING = (
     *("Mm", "Bmm", "Cdist", "EuclideanDist", "PdistForward", "Std", "Var", "LinalgVectorNorm", "Norm"),
 )
 _MOST_NODES = 64
+#: Each backward is checked until this one, and then one in an interval: a large graph takes 0.1 ms.
+_ALL_UNTIL, _INTERVAL = 100, 10
 #: Maximum number of reductions: a loss with more may be computed sample by sample.
 _MOST_WEIGHTS = 8
 _RULE = "with split_batches, a loss must be a mean or a sum over independent samples in every step"
@@ -65,13 +67,16 @@ class SampleWeights:
         self._hooks: list[Any] = []
         self._operators: set[str] = set()  # in losses whose gradients were compared
         self._later: set[str] = set()  # in the current backward
+        self._backwards = 0
         self._was_compared = False
         self._checks = True
 
     def watch(self, losses: Sequence[Tensor], weight: float) -> None:
         """Record the weights of samples in a backward that begins now with `weight` as the gradient of the losses."""
         self.take()
-        if not self._checks:
+        self._later = set()
+        self._backwards += 1
+        if not self._checks or (self._backwards > _ALL_UNTIL and self._backwards % _INTERVAL):
             return
         nodes = [loss.grad_fn for loss in losses]
         self._later = combining(nodes)

@@ -119,3 +119,9 @@ def test_nearest_reductions_are_found():
     assert [(node.name(), count) for node, count in reductions([losses.sum().grad_fn])] == [("SumBackward0", 1)]
     found = reductions([(errors(2).mean() + 3 * F.l1_loss(errors(5), torch.zeros(5))).grad_fn])
     assert sorted(count for _, count in found) == [2, 5]
+
+
+def test_of_many_backwards_one_in_ten_is_checked():
+    weights = SampleWeights()
+    found = [bool(backward(weights, errors(3).mean())) for _ in range(120)]
+    assert found == [True] * 100 + [number % 10 == 0 for number in range(101, 121)]
