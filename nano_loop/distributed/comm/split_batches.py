@@ -260,7 +260,10 @@ class SplitBatches:
             got = f"a backward after batches of which this rank has {counts} samples"
             expected = "batches that are computed together must be split in the same ratio"
             size = shares[0].size
-            hint = f"Make their batches of one size, or of multiples of {size} samples, with drop_last=True"
+            hint = (
+                f"Make their batches of one size, or of multiples of {size} samples, with drop_last=True. Evaluate others "
+                "under torch.no_grad()"
+            )
             raise NanoError(error_message(got, expected, hint))
         return self.weight
 
