@@ -261,8 +261,8 @@ class SplitBatches:
             expected = "batches that are computed together must be split in the same ratio"
             size = shares[0].size
             hint = (
-                f"Make their batches of one size, or of multiples of {size} samples, with drop_last=True. Evaluate others "
-                "under torch.no_grad()"
+                f"Make their batches of one size, or of multiples of {size} samples, with drop_last=True. "
+                "Evaluate others under torch.no_grad()"
             )
             raise NanoError(error_message(got, expected, hint))
         return self.weight

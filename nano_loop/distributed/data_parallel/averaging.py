@@ -299,6 +299,8 @@ class Averaging:
             return with_closure(args, kwargs, lambda: mean_loss(closure(), self._ranks))
         if not self._all_paused():
             self._settle(optimizer)
+        if self._roots is not None and optimizer in self._at_step and not in_backward():
+            self._roots.comparison.before_step(held_by(optimizer), are_means=not self._all_paused())
         return None
 
     def _settle(self, optimizer: Optimizer) -> None:

@@ -70,6 +70,11 @@ def gradient_checksum(parameters: Sequence[torch.Tensor]) -> Pair:
     return total, norm
 
 
+def norm_of_gradients(parameters: Iterable[torch.Tensor]) -> float:
+    """Return the norm of all gradients of `parameters` together."""
+    return math.hypot(*(sum_and_norm(parameter.grad)[1] for parameter in parameters))
+
+
 def first_unequal(gathered: Sequence[Sequence[Pair]], named: Sequence[Named]) -> tuple[str, int, str] | None:
     """Return the first tensor that is not equal on all ranks: its name, a differing rank, and the difference.
 

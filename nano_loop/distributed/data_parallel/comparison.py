@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from nano_loop.data.random_states import checksum_of_libraries
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import REDUCTION, SplitBatches, random_state
-from nano_loop.distributed.data_parallel.checksums import are_equal, checksums
+from nano_loop.distributed.data_parallel.checksums import are_equal, checksums, norm_of_gradients
 from nano_loop.distributed.data_parallel.last_layers import split_by_depth
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.errors import NanoError, error_message
@@ -31,6 +31,9 @@ _DOUBLE = 1e-6  # of models in fp64, which may compute parts in fp32
 _SAME_LOSSES = {_TOLERANCE: 1e-5, _ROUNDED: _ROUNDED, _DOUBLE: 1e-10}
 _OF_ALL = 1e-2  # of the tolerance: differences that are smaller, relative to all gradients, do not count
 _SAME_SUM, _MOST_ROUNDING = 1e-7, 0.05
+_CHANGED, _MOST_CHANGED = 1e-2, 0.25  # of the norm in a step; if rounding explains differences
+_OF_ALL_RANKS = "with split_batches, gradients are those of the whole batch after the backward"
+_COUNT = 'Divide them by the samples of all ranks, such as nano_loop.all_reduce(len(x), reduce_op="sum")'
 _UNDIVIDED = "random numbers that are not divided"
 _DRAWS = "with split_batches, NumPy and random draw for the rank's part only, and alike on all ranks with equal parts"
 _DRAW = "Draw one value for each sample by torch, or mix samples in collate_fn. If the loop may draw so, ignore this"
@@ -176,6 +179,31 @@ class Comparison:
             ratio = f"by {math.hypot(*(distances[place] for place in places)) / size:.1g}" if size else "from none"
             got = f"gradients of shares that differ {ratio} from those of whole batches, most in {named[worst][0]}"
             raise NanoError(error_message(got, _RULE, _WAYS))
+
+    def before_step(self, parameters: Iterable[torch.Tensor], *, are_means: bool) -> None:
+        """Compare the gradients with which an optimizer steps, which the loop may have changed since the backward.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            The parameters of the optimizer.
+        are_means : bool
+            Whether the gradients have been averaged.
+
+        Raises
+        ------
+        NanoError
+            If their norms differ.
+        """
+        norm = None if self._witness is None else self._witness.next_norm(self._ranks.check)
+        if norm is None or not self.compared or not are_means:
+            return
+        own = norm_of_gradients(parameters)
+        allowed = _MOST_CHANGED if self.tolerance == _ROUNDED or self.rounding else _CHANGED
+        if not math.isclose(own, norm, rel_tol=allowed) and math.isfinite(own + norm):
+            norms = f"the norm {own:.3g}, and {norm:.3g} with whole batches"
+            got = f"gradients in optimizer.step() with {norms}, unlike after the backward"
+            raise NanoError(error_message(got, _OF_ALL_RANKS, _COUNT))
 
     def _wrong_layer(self, ids: Sequence[int], distances: Sequence[float], sizes: Sequence[float]) -> list[int]:
         """Return the places of the parameters of a last layer if some gradients of it differ and none is equal."""

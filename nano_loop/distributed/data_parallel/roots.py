@@ -74,7 +74,7 @@ class WeightedRoots:
         The loss of a single sample may have no reduction.
         """
         share = self._split.share
-        if share is not None and (share.is_whole or share.total >= 2 * share.size):
+        if share is not None and share.total >= 2 * share.size:
             self.sample_weights.compare(by_rank, self.comparison.tolerance, is_compared=self.comparison.is_comparing)
 
     def scale(self, parameters: Sequence[torch.Tensor]) -> None:

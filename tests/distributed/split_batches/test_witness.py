@@ -215,6 +215,20 @@ def models_in_turn(run):
     return (torch.cat([fit(run, mlp(6, 8, 1), loader_of(*vectors(25), batch_size=ODD), squares)[0] for _ in range(2)]),)
 
 
+def divided_by_samples(run):
+    """A sum over samples, whose gradients the loop divides by the samples that it has seen."""
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model)
+    run.setup(model, optimizer)
+    for x, y in loader_of(*vectors(36), batch_size=EVEN):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y, reduction="sum").backward()
+        for parameter in model.parameters():
+            parameter.grad /= len(x)
+        optimizer.step()
+    return (weights(model),)
+
+
 def contrastive(run, *more):
     def loss_of(model, batch):
         z = F.normalize(model(batch[0]))
@@ -504,6 +518,13 @@ def test_other_losses_are_refused_before_a_second_step(loop):
     with pytest.raises(NanoError, match=r"differ by .* from those of whole batches") as raised:
         run_of(loop)
     assert "nano_loop.share()" in str(raised.value)
+    assert_no_process_is_left()
+
+
+@pytest.mark.slow
+def test_gradients_that_the_loop_divides_by_its_own_samples_are_refused():
+    with pytest.raises(NanoError, match=r"step\(\) with the norm .* unlike after the backward.*all_reduce\(len\(x\)"):
+        run_of(divided_by_samples)
     assert_no_process_is_left()
 
 
