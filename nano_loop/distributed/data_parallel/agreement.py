@@ -22,6 +22,7 @@ from nano_loop.distributed.data_parallel.buckets import NONE
 from nano_loop.distributed.data_parallel.gradients import AveragedGradients
 from nano_loop.distributed.data_parallel.initial_sync import Named, make_equal, named_buffers
 from nano_loop.distributed.data_parallel.parameters import Parameters
+from nano_loop.distributed.data_parallel.sample_weights import Weight
 from nano_loop.errors import NanoWorkerError, RankLateError, RankLeftError, error_message
 from nano_loop.patching.members import buffers_of
 from nano_loop.patching.user_code import warn, warn_once
@@ -76,7 +77,7 @@ class Fingerprint(NamedTuple):
         The state of `nano_loop.distributed.data_parallel.buckets.Overlap`.
     losses : tuple of float
         The result of `nano_loop.distributed.data_parallel.roots.WeightedRoots.values`, if ranks share a batch.
-    weights : tuple of (float, float)
+    weights : tuple of Weight
         The result of `nano_loop.distributed.data_parallel.sample_weights.SampleWeights.take`, likewise.
     random_state : int
         A checksum of the state of torch's default generator, if ranks share a batch.
@@ -98,7 +99,7 @@ class Fingerprint(NamedTuple):
     gradients: tuple[float, float] = (0.0, 0.0)
     overlap: int = 0
     losses: tuple[float, ...] = ()
-    weights: tuple[tuple[float, float], ...] = ()
+    weights: tuple[Weight, ...] = ()
     random_state: int = 0
     batches: int = 0
     is_undrawn: bool = False
@@ -184,7 +185,7 @@ class Agreement:
         arrived: bytes,
         overlap: int = NONE,
         losses: tuple[float, ...] = (),
-        weights: tuple[tuple[float, float], ...] = (),
+        weights: tuple[Weight, ...] = (),
         *,
         is_posted: bool = False,
     ) -> list[Fingerprint]:

@@ -22,7 +22,7 @@ from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.distributed.data_parallel.comparison import Comparison
-from nano_loop.distributed.data_parallel.sample_weights import SampleWeights
+from nano_loop.distributed.data_parallel.sample_weights import SampleWeights, Weight
 from nano_loop.distributed.data_parallel.witness import losses_among
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.calls.backward import roots_weighted
@@ -68,7 +68,7 @@ class WeightedRoots:
             if float(root.detach()) != mean:  # the loss of a mean over all ranks' rows has it already
                 root.data = torch.full_like(root.detach(), mean)
 
-    def compare_weights(self, by_rank: Sequence[Any]) -> None:
+    def compare_weights(self, by_rank: Sequence[Sequence[Weight]]) -> None:
         """Warn if the ranks' samples have different weights; see `SampleWeights.compare`.
 
         The loss of a single sample may have no reduction.

@@ -5,7 +5,7 @@ of pairs of samples. There are two signs of this:
 
 - A loss is computed from scalars that reduce samples, such as means. The gradient that arrives at one, divided by the
   number of elements of a mean, is the weight of an element. It must be equal on all ranks, or in proportion to their
-  shares, as with a penalty that all of them compute.
+  shares if all reduce equally many elements, as with a penalty that each of them computes.
 - The loss has operators that combine samples, such as a sort, which it had not when gradients were compared.
 """
 
@@ -49,10 +49,13 @@ class Weight(NamedTuple):
     ----------
     total, own : float
         Its factor in the loss of the whole batch, and in that of this rank.
+    elements : int
+        The number of elements.
     """
 
     total: float
     own: float
+    elements: int
 
 
 class SampleWeights:
@@ -80,8 +83,9 @@ class SampleWeights:
             return
         nodes = [loss.grad_fn for loss in losses]
         self._later = combining(nodes)
-        for node, count in reductions(nodes):
-            self._hooks.append(node.register_prehook(partial(self._note, count, weight)))
+        for node, elements, is_mean in reductions(nodes):
+            note = partial(self._note, weight, elements, elements if is_mean else 1)
+            self._hooks.append(node.register_prehook(note))
 
     def take(self) -> tuple[Weight, ...]:
         """Return the weights in the last backward, and forget them."""
@@ -121,11 +125,11 @@ class SampleWeights:
             got = f"a loss that weights samples differently on each rank, by {weights}"
         warn(error_message(got, _RULE, _WAYS))
 
-    def _note(self, count: int, weight: float, gradients: Sequence[Tensor | None]) -> None:
+    def _note(self, weight: float, elements: int, count: int, gradients: Sequence[Tensor | None]) -> None:
         for gradient in gradients:
             if gradient is not None and gradient.numel() == 1:
                 total = float(gradient.detach()) / count
-                self._weights.append(Weight(total, total / weight))
+                self._weights.append(Weight(total, total / weight, elements))
 
 
 def _are_equal(some: Sequence[Weight], others: Sequence[Weight], tolerance: float) -> bool:
@@ -133,14 +137,16 @@ def _are_equal(some: Sequence[Weight], others: Sequence[Weight], tolerance: floa
 
     def has(weights: Sequence[Weight], one: Weight) -> bool:
         return any(
-            any(math.isclose(*pair, rel_tol=tolerance) for pair in zip(one, two, strict=True)) for two in weights
+            math.isclose(one.total, other.total, rel_tol=tolerance)
+            or (math.isclose(one.own, other.own, rel_tol=tolerance) and one.elements == other.elements)
+            for other in weights
         )
 
     return all(has(others, one) for one in some) and all(has(some, one) for one in others)
 
 
-def reductions(roots: Iterable[Any]) -> list[tuple[Any, int]]:
-    """Return the nodes nearest to scalar roots that reduce tensors, and the number of elements if these are means."""
+def reductions(roots: Iterable[Any]) -> list[tuple[Any, int, bool]]:
+    """Return the nodes nearest to scalar roots that reduce tensors, their numbers of elements, and which are means."""
     waiting, seen, found = [*roots], set(), []
     while waiting:
         node = waiting.pop()
@@ -149,12 +155,12 @@ def reductions(roots: Iterable[Any]) -> list[tuple[Any, int]]:
         seen.add(node)
         inputs = [(one, output_numel(one, place)) for one, place in node.next_functions if one is not None]
         if node.metadata.get(OVER_ALL_RANKS):
-            found.append((node, 1))
+            found.append((node, 1, False))
         elif all(size == 1 for _, size in inputs):
             waiting += [one for one, _ in inputs]
         else:
             is_mean = node.name().startswith("Mean") or getattr(node, "_saved_reduction", None) == MEAN
-            found.append((node, max(size for _, size in inputs) if is_mean else 1))
+            found.append((node, max(size for _, size in inputs), is_mean))
     return found
 
 
