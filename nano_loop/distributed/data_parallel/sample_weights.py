@@ -84,7 +84,7 @@ class SampleWeights:
         nodes = [loss.grad_fn for loss in losses]
         self._later = combining(nodes)
         for node, elements, is_mean in reductions(nodes):
-            note = partial(self._note, weight, elements, elements if is_mean else 1)
+            note = partial(self._note, weight, elements, max(elements, 1) if is_mean else 1)
             self._hooks.append(node.register_prehook(note))
 
     def take(self) -> tuple[Weight, ...]:

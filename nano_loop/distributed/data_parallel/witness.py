@@ -111,7 +111,7 @@ class Witness(LoaderChange):
         return grad_tensors
 
     def _end(self) -> None:
-        if not self._is_here:
+        if not self._is_here or not self._parameters.in_order:
             return
         while self._file.exists():
             time.sleep(0.005)

@@ -124,6 +124,12 @@ def test_nearest_reductions_are_found():
     assert sorted(one[1:] for one in found) == [(2, True), (5, True)]
 
 
+def test_mean_of_no_elements_has_a_weight():
+    weights = SampleWeights()
+    (weight,) = backward(weights, errors(3)[:0].mean())
+    assert weight.elements == 0
+
+
 def test_of_many_backwards_one_in_ten_is_checked():
     weights = SampleWeights()
     found = [bool(backward(weights, errors(3).mean())) for _ in range(120)]
