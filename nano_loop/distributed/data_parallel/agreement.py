@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
@@ -199,7 +198,6 @@ class Agreement:
             See `Fingerprint`.
         """
         compares_work = purpose == "average" and checksums.is_due(self.averagings)
-        rates = [group.get("lr") for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
         in_order, split = self._parameters.in_order, self._ranks.context.split
         own_fingerprint = Fingerprint(
             purpose,
@@ -207,7 +205,7 @@ class Agreement:
             steps=self.steps,
             added_parameters=len(self._parameters.added_parameters),
             shapes=self._checksum_of_shapes() if purpose == "average" else 0,
-            rates=tuple(float(rate) if isinstance(rate, (int, float, torch.Tensor)) else math.nan for rate in rates),
+            rates=checksums.rates_of(self._parameters.optimizers),
             arrived=arrived,
             gradients=checksums.gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=overlap,

@@ -300,7 +300,7 @@ class Averaging:
         if not self._all_paused():
             self._settle(optimizer)
         if self._roots is not None and optimizer in self._at_step and not in_backward():
-            self._roots.comparison.before_step(held_by(optimizer), are_means=not self._all_paused())
+            self._roots.comparison.before_step(optimizer, are_means=not self._all_paused())
         return None
 
     def _settle(self, optimizer: Optimizer) -> None:

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from nano_loop.data.random_states import checksum_of_libraries
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import REDUCTION, SplitBatches, random_state
-from nano_loop.distributed.data_parallel.checksums import are_equal, checksums, norm_of_gradients
+from nano_loop.distributed.data_parallel.checksums import are_equal, checksums, norm_of_gradients, rates_of
 from nano_loop.distributed.data_parallel.last_layers import split_by_depth
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.optimizers import held_by
 from nano_loop.patching.torch_private_autograd import has_tensor_hooks, in_backward
 from nano_loop.patching.user_code import warn
 
@@ -33,7 +34,7 @@ _OF_ALL = 1e-2  # of the tolerance: differences that are smaller, relative to al
 _SAME_SUM, _MOST_ROUNDING = 1e-7, 0.05
 _CHANGED, _MOST_CHANGED = 1e-2, 0.25  # of the norm in a step; if rounding explains differences
 _OF_ALL_RANKS = "with split_batches, gradients are those of the whole batch after the backward"
-_COUNT = 'Divide them by the samples of all ranks, such as nano_loop.all_reduce(len(x), reduce_op="sum")'
+_COUNT = 'Take the samples of all ranks, such as nano_loop.all_reduce(len(x), reduce_op="sum"), and not len(x)'
 _UNDIVIDED = "random numbers that are not divided"
 _DRAWS = "with split_batches, NumPy and random draw for the rank's part only, and alike on all ranks with equal parts"
 _DRAW = "Draw one value for each sample by torch, or mix samples in collate_fn. If the loop may draw so, ignore this"
@@ -97,9 +98,7 @@ class Comparison:
     def begin_backward(self, losses: Sequence[torch.Tensor]) -> None:
         """Read the witness's results for this backward; collective at the first one of a split batch."""
         self._forget()
-        told = None if self._witness is None else self._witness.next(self._ranks.check)
-        if told is None:
-            self._stop(getattr(self._witness, "why", ""))
+        told = self._next("backward")
         share = self.split.share
         if self.split.reduction is None and share is not None and not share.is_whole:
             by_rank = self._ranks.gather(([float(loss.detach()) for loss in losses], self.split.sums), REDUCTION)
@@ -180,25 +179,41 @@ class Comparison:
             got = f"gradients of shares that differ {ratio} from those of whole batches, most in {named[worst][0]}"
             raise NanoError(error_message(got, _RULE, _WAYS))
 
-    def before_step(self, parameters: Iterable[torch.Tensor], *, are_means: bool) -> None:
-        """Compare the gradients with which an optimizer steps, which the loop may have changed since the backward.
+    def _next(self, kind: str) -> dict[str, Any] | None:
+        """Return the witness's report on its next operation, which should be of this kind, or None if it ends."""
+        told = None if self._witness is None else self._witness.next(self._ranks.check)
+        if told is None:
+            self._stop(getattr(self._witness, "why", ""))
+        elif told["kind"] != kind:
+            got = f"a {kind} where the loop with whole batches has a {told['kind']}"
+            warn(error_message(got, "with split_batches, all loops must take the same steps", _COUNT))
+            self._stop(f"the loop takes a {kind} at another place")
+            return None
+        return told
+
+    def before_step(self, optimizer: Optimizer, *, are_means: bool) -> None:
+        """Compare a step's rates and gradients, which the loop may have changed since the backward.
 
         Parameters
         ----------
-        parameters : iterable of torch.Tensor
-            The parameters of the optimizer.
+        optimizer : torch.optim.Optimizer
+            The optimizer that steps.
         are_means : bool
             Whether the gradients have been averaged.
 
         Raises
         ------
         NanoError
-            If their norms differ.
+            If they differ.
         """
-        norm = None if self._witness is None else self._witness.next_norm(self._ranks.check)
-        if norm is None or not self.compared or not are_means:
+        told = None if self._witness is None else self._next("step")
+        if told is None or not self.compared or not are_means:
             return
-        own = norm_of_gradients(parameters)
+        rates = rates_of([optimizer])
+        if repr(rates) != repr(tuple(told["rates"])):
+            got = f"learning rates {[*rates]}, and {[*told['rates']]} with whole batches"
+            raise NanoError(error_message(got, "with split_batches, they must be equal", _COUNT))
+        own, norm = norm_of_gradients(held_by(optimizer)), told["norm"]
         allowed = _MOST_CHANGED if self.tolerance == _ROUNDED or self.rounding else _CHANGED
         if not math.isclose(own, norm, rel_tol=allowed) and math.isfinite(own + norm):
             norms = f"the norm {own:.3g}, and {norm:.3g} with whole batches"

@@ -25,7 +25,7 @@ from typing_extensions import override
 from nano_loop.data.random_states import checksum_of_libraries, differing, process_states
 from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.distributed.comm.split_batches import batch_sums, random_state
-from nano_loop.distributed.data_parallel.checksums import checksums, norm_of_gradients
+from nano_loop.distributed.data_parallel.checksums import checksums, norm_of_gradients, rates_of
 from nano_loop.distributed.data_parallel.drawing_operators import drawing
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.distributed.data_parallel.random_draws import may_be_by_batch, order_of
@@ -135,7 +135,7 @@ class Witness(LoaderChange):
         self._reports += 1
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Report the norm of the gradients, and those that the loop has computed itself without a backward."""
+        """Report the step, and before it, gradients that the loop has computed itself without a backward."""
         is_own = self._at_step.get(id(optimizer), 0) == self._reports and not in_backward()
         is_own = is_own and closure_of(args, kwargs) is None
         is_set_up = any(one is optimizer for one in self._parameters.optimizers)
@@ -143,7 +143,9 @@ class Witness(LoaderChange):
             self._losses = []
             self._end()
         if is_set_up and not in_backward() and closure_of(args, kwargs) is None:
-            self._report("step", norm=norm_of_gradients(held_by(optimizer)))
+            rates = rates_of([optimizer])
+            norm = norm_of_gradients(held_by(optimizer))
+            self._report("step", norm=norm, rates=rates, draws=self._draws, batches=self._batches)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_here:

@@ -192,7 +192,6 @@ class WitnessProcess(WorkerProcess):
         own = Ranks(ranks.size, ranks.size + 1, shares=shares, folder=ranks.folder)
         self.why = ""
         self._told: list[dict[str, Any]] = []
-        self._norms: list[float] = []
         self._began = time.monotonic()
         self._size, self._timeout = ranks.size, ranks.timeout
         super().__init__(server, RankSlot(own, first.machine, first.host), verbose=None)
@@ -202,14 +201,9 @@ class WitnessProcess(WorkerProcess):
         self._wait(lambda: self.ready, lambda: None)
 
     def next(self, check: Callable[[], None], *, stays: bool = False) -> dict[str, Any] | None:
-        """Return its report on the next backward, or None if there will be no more; see `why`."""
+        """Return its report on the next backward or step, or None if there will be no more; see `why`."""
         self._wait(lambda: bool(self._told), check)
         return None if not self._told else self._told[0] if stays else self._told.pop(0)
-
-    def next_norm(self, check: Callable[[], None]) -> float | None:
-        """Return the norm of the gradients in its next step, or None if there will be no more."""
-        self._wait(lambda: bool(self._norms), check)
-        return self._norms.pop(0) if self._norms else None
 
     def _wait(self, done: Callable[[], bool], check: Callable[[], None]) -> None:
         came_in = time.monotonic() - self._began
@@ -231,10 +225,8 @@ class WitnessProcess(WorkerProcess):
 
     @override
     def _take(self, header: dict[str, Any], content: bytes) -> None:
-        if header["kind"] == "backward":
+        if header["kind"] in ("backward", "step"):
             self._told.append(header)
-        elif header["kind"] == "step":
-            self._norms.append(header["norm"])
         elif header["kind"] == "ends":
             self.why = header["why"]
         super()._take(header, content)

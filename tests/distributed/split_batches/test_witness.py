@@ -215,6 +215,49 @@ def models_in_turn(run):
     return (torch.cat([fit(run, mlp(6, 8, 1), loader_of(*vectors(25), batch_size=ODD), squares)[0] for _ in range(2)]),)
 
 
+def rate_by_samples(run):
+    """The linear scaling rule, for the rank's samples."""
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model)
+    return fit(run, model, loader_of(*vectors(36), batch_size=EVEN), rated(optimizer), optimizer)
+
+
+def rated(optimizer):
+    def loss_of(model, batch):
+        optimizer.param_groups[0]["lr"] = 0.01 * len(batch[0])
+        return squares(model, batch)
+
+    return loss_of
+
+
+def steps_by_samples(run):
+    """Steps as soon as 20 samples are accumulated."""
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model)
+    run.setup(model, optimizer)
+    seen = 0
+    for _ in range(4):
+        for x, y in loader_of(*vectors(36), batch_size=EVEN):
+            F.mse_loss(model(x), y).backward()
+            seen += len(x)
+            if seen >= 20:
+                optimizer.step()
+                optimizer.zero_grad()
+                seen = 0
+    return (weights(model),)
+
+
+def noise_on_gradients(run):
+    """As wide as a share, and drawn after the backward."""
+    model = mlp(6, EVEN // 2, 1)
+
+    def add_noise():
+        for parameter in model.parameters():
+            parameter.grad.add_(0.01 * torch.randn_like(parameter.grad))
+
+    return fit(run, model, loader_of(*vectors(36), batch_size=EVEN), squares, before_step=add_noise)
+
+
 def divided_by_samples(run):
     """A sum over samples, whose gradients the loop divides by the samples that it has seen."""
     model = mlp(6, 8, 1)
@@ -483,7 +526,7 @@ def test_sum_gets_the_weight_of_a_sum(loop, name):
     "loop",
     [
         *(sgd, noisy, decayed, sampling_of_equal_shares, noise_of_equal_shares, tokens_times_samples, padding),
-        *(own_gradients, own_gradients_of_two, own_generator_of_equal_shares, scaled_by_libraries),
+        *(own_gradients, own_gradients_of_two, own_generator_of_equal_shares, scaled_by_libraries, noise_on_gradients),
         *(noise_of_inputs_and_weights, noise_of_inputs_and_weights_of_unequal_shares),
     ],
 )
@@ -528,9 +571,13 @@ def test_other_losses_are_refused_before_a_second_step(loop):
 
 
 @pytest.mark.slow
-def test_gradients_that_the_loop_divides_by_its_own_samples_are_refused():
+def test_steps_that_depend_on_the_samples_of_a_rank_are_noticed():
     with pytest.raises(NanoError, match=r"step\(\) with the norm .* unlike after the backward.*all_reduce\(len\(x\)"):
         run_of(divided_by_samples)
+    with pytest.raises(NanoError, match=r"learning rates \[0\.06\], and \[0\.12\] with whole batches"):
+        run_of(rate_by_samples)
+    with pytest.warns(NanoWarning, match="a backward where the loop with whole batches has a step"):
+        run_of(steps_by_samples)
     assert_no_process_is_left()
 
 
