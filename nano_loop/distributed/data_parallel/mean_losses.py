@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,8 @@ def _over_all_ranks(
     factor = count * share.total / (total * share.samples) if total else 1.0
     if factor != 1:
         loss = loss * factor
-    if loss.grad_fn is not None:
-        loss.grad_fn.metadata[OVER_ALL_RANKS] = True
+    node: Any = loss.grad_fn
+    if node is not None:
+        node.metadata[OVER_ALL_RANKS] = True
     loss.data = torch.full_like(loss.detach(), total_loss / total if total else math.nan)
     return loss

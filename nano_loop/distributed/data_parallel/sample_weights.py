@@ -147,7 +147,8 @@ def _are_equal(some: Sequence[Weight], others: Sequence[Weight], tolerance: floa
 
 def reductions(roots: Iterable[Any]) -> list[tuple[Any, int, bool]]:
     """Return the nodes nearest to scalar roots that reduce tensors, their numbers of elements, and which are means."""
-    waiting, seen, found = [*roots], set(), []
+    waiting, found = [*roots], []
+    seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
         if node in seen or len(seen) > _MOST_NODES:
@@ -166,7 +167,8 @@ def reductions(roots: Iterable[Any]) -> list[tuple[Any, int, bool]]:
 
 def combining(roots: Iterable[Any]) -> set[str]:
     """Return the names of operators that may combine samples, between scalar roots and the last layers."""
-    waiting, seen = [*roots], set()
+    waiting = [*roots]
+    seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen or len(seen) > _MOST_NODES:
