@@ -62,6 +62,12 @@ def output_numel(node: Any, place: int) -> int:
     return math.prod(node._input_metadata[place].shape)
 
 
+def reduction_of(node: Any) -> int | None:
+    """Return the number of the reduction of a loss function's node, or None for other nodes."""
+    reduction: int | None = getattr(node, "_saved_reduction", None)
+    return reduction
+
+
 def node_number(node: Any) -> int:
     """Return the sequence number of an autograd node."""
     return int(node._sequence_nr())

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nano_loop.errors import error_message
 from nano_loop.kernels.head.cross_entropy import MEAN
-from nano_loop.patching.torch_private_autograd import output_numel
+from nano_loop.patching.torch_private_autograd import output_numel, reduction_of
 from nano_loop.patching.user_code import warn
 
 #: The key, in a node's metadata, of a loss that is a mean over all ranks' rows.
@@ -147,7 +147,7 @@ def _are_equal(some: Sequence[Weight], others: Sequence[Weight], tolerance: floa
 
 def reductions(roots: Iterable[Any]) -> list[tuple[Any, int, bool]]:
     """Return the nodes nearest to scalar roots that reduce tensors, their numbers of elements, and which are means."""
-    waiting, found = [*roots], []
+    waiting, nodes = [*roots], []
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
@@ -156,13 +156,13 @@ def reductions(roots: Iterable[Any]) -> list[tuple[Any, int, bool]]:
         seen.add(node)
         inputs = [(one, output_numel(one, place)) for one, place in node.next_functions if one is not None]
         if node.metadata.get(OVER_ALL_RANKS):
-            found.append((node, 1, False))
+            nodes.append((node, 1, False))
         elif all(size == 1 for _, size in inputs):
             waiting += [one for one, _ in inputs]
         else:
-            is_mean = node.name().startswith("Mean") or getattr(node, "_saved_reduction", None) == MEAN
-            found.append((node, max(size for _, size in inputs), is_mean))
-    return found
+            is_mean = node.name().startswith("Mean") or reduction_of(node) == MEAN
+            nodes.append((node, max(size for _, size in inputs), is_mean))
+    return nodes
 
 
 def combining(roots: Iterable[Any]) -> set[str]:
