@@ -41,7 +41,6 @@ from nano_loop.patching.torch_private import foreach_copy
 _COUNTERS = range(3)
 
 _CHUNK = 1 << 20  # bytes copied, summed and copied back at a time; the ring fits into a cache
-_LEAST = 1 << 16  # the minimum, if all gradients together are small
 _SLOTS = 3  # one is copied in, one summed, one copied out
 _MOST_PLANS = 64
 _SHORT = 1 << 19  # bytes of the other ranks' lists that a rank reads itself
@@ -257,11 +256,3 @@ class _Plan:
     stages: list[_Stage]
     length: int  # number of slots, a multiple of the ring's size
     short: _Short | None  # for short lists only
-
-
-def chunk_for(nbytes: int) -> int:
-    """Return the chunk size for gradients of this total size: allocating unused memory takes time.
-
-    For a model with a few thousand parameters, allocating the largest chunk took 20 ms per run.
-    """
-    return min(max(1 << max(nbytes - 1, 0).bit_length(), _LEAST), _CHUNK)
