@@ -75,18 +75,17 @@ def test_lists_of_several_dtypes_or_of_many_bytes_are_not_short(team, tmp_path):
         lists = [torch.zeros(5)], [torch.zeros(5), torch.zeros(5).half()], [torch.zeros((1 << 17) + 1)], []
         are_short = [transport.post(each) for each in lists]
         transport.close()
-        return are_short, transport.post(lists[0])
+        return are_short
 
-    assert team(2)(run) == [([True, False, False, False], False)] * 2
+    assert team(2)(run) == [[True, False, False, False]] * 2
 
 
 @pytest.mark.parametrize(
-    ("size", "slots", "rounds"),
-    [(2, 3, 2000), (2, 2, 300), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 3, 200), (4, 4, 100)))],
+    ("size", "rounds"), [(2, 2000), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 200), (4, 100)))]
 )
-def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rounds):
+def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, rounds):
     def run(ranks):
-        transport, naps = opened(KIND, ranks, tmp_path, size=128, slots=slots), random.Random(ranks.rank)
+        transport, naps = opened(KIND, ranks, tmp_path, size=128), random.Random(ranks.rank)
         wrong = []
         for turn in range(rounds):
             length = (turn * 37) % 200
