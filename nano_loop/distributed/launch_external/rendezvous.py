@@ -108,22 +108,10 @@ class Presence(NamedTuple):
         return json.dumps(self)
 
     @classmethod
-    def from_text(cls, text: str, rank: int) -> Presence:
-        """Parse the description sent by a rank.
-
-        Raises
-        ------
-        NanoError
-            If it is invalid.
-        """
-        try:
-            host, cpus, process = json.loads(text)
-            return cls(Host(*host), tuple(cpus), process)
-        except (TypeError, ValueError) as error:
-            got = f"rank {rank} sent {text[:100]!r}"
-            expected = "a rank first sends its host and its CPUs, in nano_loop's format"
-            hint = "Run the same version of nano_loop on every host"
-            raise NanoError(error_message(got, expected, hint)) from error
+    def from_text(cls, text: str) -> Presence:
+        """Return the description from the result of `as_text`."""
+        host, cpus, process = json.loads(text)
+        return cls(Host(*host), tuple(cpus), process)
 
 
 def this_host() -> Host:
