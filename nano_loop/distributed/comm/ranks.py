@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -278,11 +277,6 @@ class Ranks:
             return [value]
         return [pickle.loads(data) for data in self.channel.exchange(cloudpickle.dumps(value), what or "gather")]
 
-    def gather_numbers(self, numbers: Sequence[float], what: str) -> list[tuple[float, ...]]:
-        """Return the numbers of all ranks, by rank; faster than `gather`. Collective."""
-        gathered = self.channel.exchange(array("d", numbers).tobytes(), what)
-        return [tuple(array("d", data)) for data in gathered]
-
     def equalize_random_states(self, what: str, states: Sequence[object] = ()) -> None:
         """Give torch's default generator rank 0's state, if ranks that share batches have others. Collective.
 
@@ -290,7 +284,7 @@ class Ranks:
         """
         assert self.context.split is not None
         self.context.split.unequal_since = None
-        if len({*(states or self.gather_numbers([random_state()], what))}) > 1:
+        if len({*(states or self.gather(random_state(), what))}) > 1:
             torch.set_rng_state(self.broadcast(torch.get_rng_state(), what=what))
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:

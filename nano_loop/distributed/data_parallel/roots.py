@@ -104,7 +104,7 @@ def mean_loss(loss: Any, ranks: Ranks) -> Any:
         mean = ranks.mean(torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64))
     else:
         own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        values, weights = zip(*ranks.gather_numbers([own, split.weight], AVERAGING), strict=True)
+        values, weights = zip(*ranks.gather((own, split.weight), AVERAGING), strict=True)
         # After a backward, every rank has the loss of the whole batch already.
         total = values[0] if len({*values}) == 1 else sum(map(operator.mul, values, weights)) / ranks.size
         mean = torch.tensor(total, dtype=loss.dtype if isinstance(loss, torch.Tensor) else torch.float64)
