@@ -99,7 +99,6 @@ class GradientAveraging(RanksStep):
             self._comparison = Comparison(self.ranks, self.ranks.context.split, is_rounded=is_rounded)
         transport = self._make_transport()
         self.undoing.callback(transport.close)
-        self.undoing.callback(transport.leave)
         averaging = Averaging(
             self.ranks,
             transport,

@@ -126,9 +126,6 @@ class GroupTransport:
         for places in self._places:
             places.empty(tensors)
 
-    def leave(self) -> None:
-        """Do nothing: ranks on several hosts detect it by the timeout or by their launcher."""
-
     def close(self) -> None:
         """Release all memory, and the group.
 

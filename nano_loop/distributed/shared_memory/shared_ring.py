@@ -120,10 +120,6 @@ class SharedMemoryTransport:
         set_to_mean(short.mean, short.rows[self._turn])
         short.going.empty(tensors)
 
-    def leave(self) -> None:
-        """Announce that this rank will not average again, so that ranks waiting for it raise immediately."""
-        self._segment.leave()
-
     def close(self) -> None:
         """Release all memory."""
         self._plans = {}
