@@ -84,7 +84,7 @@ def map_by_name(path: Path, size: int) -> mmap.mmap:
 def map_together(ranks: Ranks, path: Path, size: int) -> mmap.mmap:
     """Map `size` bytes of a file on every rank. Collective.
 
-    The file is deleted as soon as all ranks have mapped it, so nothing is left behind whatever happens.
+    Rank 0 alone creates it, so that no more memory is taken, and deletes it as soon as all ranks have mapped it.
 
     Parameters
     ----------
@@ -101,7 +101,9 @@ def map_together(ranks: Ranks, path: Path, size: int) -> mmap.mmap:
         If this rank cannot create or map it, or if another rank has failed.
     """
     try:
-        mapped = map_by_name(path, size)
+        created = map_by_name(path, size) if ranks.rank == 0 else None
+        ranks.barrier()
+        mapped = created or map_by_name(path, size)
         ranks.barrier()
     finally:
         if ranks.rank == 0:
