@@ -80,11 +80,11 @@ class Places:
         self.views = [memory[piece.offset : piece.offset + piece.shape.numel()].view(piece.shape) for piece in pieces]
         self._pieces = [(piece.index, piece.bounds) for piece in pieces]
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+    def copy_from(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the contiguous tensors of a list to their places."""
         foreach_copy(self.views, self.elements(tensors))
 
-    def empty(self, tensors: Sequence[torch.Tensor]) -> None:
+    def copy_to(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the contents of the batch back into the tensors of the list."""
         foreach_copy(self.elements(tensors), self.views)
 

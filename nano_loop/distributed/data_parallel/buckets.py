@@ -106,7 +106,7 @@ class GroupTransport:
         for number in self._plan.buckets_of[index]:
             self._missing[number] -= 1
         while len(self._handles) < len(self._buckets) and not self._missing[len(self._handles)]:
-            self._places[len(self._handles)].fill(self._tensors)
+            self._places[len(self._handles)].copy_from(self._tensors)
             self._send()
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class GroupTransport:
     def write(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the means of a finished list to `tensors`, which have the same shapes."""
         for places in self._places:
-            places.empty(tensors)
+            places.copy_to(tensors)
 
     def close(self) -> None:
         """Release all memory, and the group.

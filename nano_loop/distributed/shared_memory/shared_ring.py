@@ -110,7 +110,7 @@ class SharedMemoryTransport:
         if short is None:
             return False
         self._turn = 1 - self._turn
-        short.coming[self._turn].fill(tensors)
+        short.inputs[self._turn].copy_from(tensors)
         return True
 
     def average_posted(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -118,7 +118,7 @@ class SharedMemoryTransport:
         short = self._plan(signature(tensors)).short
         assert short is not None
         set_to_mean(short.mean, short.rows[self._turn])
-        short.going.empty(tensors)
+        short.outputs.copy_to(tensors)
 
     def close(self) -> None:
         """Release all memory."""
@@ -148,7 +148,7 @@ class SharedMemoryTransport:
 
     def _post(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor]) -> None:
         self._segment.wait(self._reduced, self._base + number + 1 - _SLOTS)
-        stage.coming.fill(tensors)
+        stage.inputs.copy_from(tensors)
         self._segment.publish(self._posted[self._rank], self._base + stage.count)
 
     def _reduce(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -159,7 +159,7 @@ class SharedMemoryTransport:
 
     def _copy_out(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor]) -> None:
         self._segment.wait(self._reduced, self._base + number + 1)
-        stage.going.empty(tensors)
+        stage.outputs.copy_to(tensors)
         self._segment.publish(self._read[self._rank], self._base + stage.count)
 
     def _stage(self, batch: Batch, number: int, count: int) -> _Stage:
@@ -216,8 +216,8 @@ class _Stage:
     `count` is the value of the counters, relative to the averaging's start, once the batch is done.
     """
 
-    coming: Places
-    going: Places
+    inputs: Places
+    outputs: Places
     own: LocalShard
     count: int
 
@@ -229,10 +229,10 @@ class _Short:
     There are two of each slot, which are used in turn.
     """
 
-    coming: list[Places]
+    inputs: list[Places]
     rows: list[list[torch.Tensor]]
     mean: torch.Tensor
-    going: Places
+    outputs: Places
 
 
 @dataclass(frozen=True)
