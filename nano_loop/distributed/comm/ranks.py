@@ -299,8 +299,8 @@ class Ranks:
             return
         for tensor in tensors:
             memory = raw_bytes(whole := resolved(tensor))
-            said = f"broadcast of 0, {len(memory)} bytes"
-            received, *_ = self.channel.exchange(memory if self.rank == 0 else b"", said)
+            what = f"broadcast of 0, {len(memory)} bytes"
+            received, *_ = self.channel.exchange(memory if self.rank == 0 else b"", what)
             if self.rank != 0:
                 memory[:] = received
                 if whole.data_ptr() != tensor.data_ptr():
@@ -326,12 +326,12 @@ class Ranks:
         """
         deadline = time.monotonic() + self.timeout
 
-        def look_around() -> None:
+        def check_others() -> None:
             self.check()
             if time.monotonic() > deadline:
                 raise self._late()
 
-        wait_until(work.is_completed, look_around)
+        wait_until(work.is_completed, check_others)
         try:
             work.wait()  # raises the error of the collective
         except RuntimeError as error:

@@ -109,8 +109,8 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Done:
         """See `torch.distributed.broadcast`."""
         tensor, root = tensors[0], opts.rootRank
-        said = f"broadcast of {root}, {tensor.nbytes} bytes"
-        _fill(tensor, self._exchange(said, tensor if self.rank() == root else None)[root])
+        what = f"broadcast of {root}, {tensor.nbytes} bytes"
+        _fill(tensor, self._exchange(what, tensor if self.rank() == root else None)[root])
         return Done([*tensors])
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Done:

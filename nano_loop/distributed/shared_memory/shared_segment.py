@@ -127,7 +127,7 @@ class SharedSegment:
         waits = self._ranks.context.waits
         wait = None if waits is None else waits.begin(self._ranks.names[rank], what)
 
-        def look_around() -> None:
+        def check_others() -> None:
             self._ranks.check()
             if self.has_left(rank):
                 self.fence()
@@ -139,7 +139,7 @@ class SharedSegment:
                 raise NanoError(mismatch_message(self._ranks.names[self._ranks.rank], ring))
 
         try:
-            wait_until(arrived, look_around)
+            wait_until(arrived, check_others)
         finally:
             if wait is not None:
                 wait.end()
