@@ -339,10 +339,14 @@ class Ranks:
                 raise
             raise self._late() from error  # gloo's timeout started with the collective
 
+    def late_message(self, others: str, purpose: str) -> str:
+        """Return the message for this rank if it has waited in vain for `others`, to do something together."""
+        got = f"rank {self.names[self.rank]} has waited {self.timeout:g} seconds for {others} to {purpose}"
+        hint = f"Find out what delays {others}, or pass a longer timeout"
+        return error_message(got, "every rank must reach it within the timeout", hint)
+
     def _late(self) -> RankLateError:
-        got = f"rank {self.rank} has waited {self.timeout:g} seconds in a collective for the other ranks"
-        hint = "Check what the other ranks are doing, or pass a longer timeout if they are working"
-        message = error_message(got, "every rank must reach it within the timeout", hint)
+        message = self.late_message("the other ranks", "join a collective")
         return RankLateError(message, 1 - self.rank if self.size == 2 else None)
 
 

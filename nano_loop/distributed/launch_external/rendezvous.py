@@ -132,7 +132,7 @@ def gather_at(store: Store, ranks: Ranks) -> Gather:
             while not store.check([key]):
                 ranks.check()
                 if time.monotonic() > deadline:
-                    raise RankLateError(_is_late(rank, ranks), rank)
+                    raise RankLateError(ranks.late_message(f"rank {rank}", "join the run"), rank)
                 time.sleep(_INTERVAL)
         return [store.get(key).decode(errors="replace") for key in keys]
 
@@ -176,9 +176,3 @@ def _made(parent: Path | None) -> Iterator[Path]:
     with private_folder() as folder:
         (folder / BEGAN).touch()
         yield folder
-
-
-def _is_late(rank: int, ranks: Ranks) -> str:
-    got = f"rank {ranks.rank} has waited {ranks.timeout:g} seconds for rank {rank} to join the run"
-    hint = f"Check what rank {rank} is doing, or pass a longer timeout if it is working"
-    return error_message(got, "every rank must reach it within the timeout", hint)
