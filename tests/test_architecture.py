@@ -85,7 +85,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "steps.compile": "a number for each compilation",
         "api.context_manager": "the report of what was installed is asked for afterwards",
         "kernels.build": "a number for each library that is loaded",
-        "distributed.files.private_files": "a worker keeps its files private until it ends",
         "distributed.launch_external.rendezvous": "a server outlives the runs that meet on it",
         "distributed.launch.shared_folder": "locks are for processes, and released in those that they fork",
         "distributed.launch_local.server": "the process that forks the next run's workers",
