@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from nano_loop.distributed.comm.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks, by_host
 from nano_loop.distributed.files.private_files import private_files, shards
+from nano_loop.distributed.launch.failure import died
 from nano_loop.distributed.launch.group import gradient_group, local_group, process_group, shared_channel
 from nano_loop.distributed.launch.launcher import Launcher, Task
-from nano_loop.distributed.launch.shared_folder import folder_of_process
+from nano_loop.distributed.launch.shared_folder import folder_of_process, has_ended
 from nano_loop.distributed.launch_external.environment import Launch, local_size
 from nano_loop.distributed.launch_external.rendezvous import (
     BEGAN,
@@ -30,6 +32,7 @@ from nano_loop.distributed.launch_external.rendezvous import (
     gather_in_group,
     this_host,
 )
+from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.rank_zero import note_rank
 
@@ -91,8 +94,8 @@ def join_run(
 ) -> Iterator[RankSlot]:
     """Join the other processes of a launch, however started, and divide this host among its ranks. Collective.
 
-    By default, files written by ranks other than 0 are private during the run. A launcher that passes `parent` handles
-    them itself.
+    By default, the ranks of a host watch each other, and files written by ranks other than 0 are private during the
+    run. A launcher that passes `parent` handles both itself.
 
     Parameters
     ----------
@@ -116,7 +119,7 @@ def join_run(
     """
     everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=check)
     gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)
-    own = Presence(this_host(), machine.allowed)
+    own = Presence(this_host(), machine.allowed, os.getpid())
     presences = [*map(Presence.from_text, gather(own.as_text()))]
     members = by_host([presence.host for presence in presences])
     here = next(ranks for ranks in members if launch.rank in ranks)
@@ -141,6 +144,8 @@ def join_run(
         )
         backend = options.process_group_backend
         if ranks.folder is not None:
+            if parent is None:
+                stack.enter_context(watching_each_other(ranks, [presence.process for presence in presences]))
             local = shared_channel(ranks, ranks.folder) if store is None else local_group(ranks, backend)
             stack.enter_context(local)
         else:
@@ -177,3 +182,44 @@ def _undivided(machine: Machine, masks: list[_Mask], threads: int | None) -> Mac
         return replace(machine, quota=float(min(threads, machine.num_threads)))
     shared = machine.num_threads if all(mask == machine.allowed for mask in masks) else machine.quota
     return machine if shared is None else replace(machine, quota=shared / len(masks))
+
+
+# # --- how ranks of one host detect that another rank's process has ended ---
+
+_INTERVAL = 0.2  # seconds between checks of the others
+
+
+@contextmanager
+def watching_each_other(ranks: Ranks, processes: Sequence[int]) -> Iterator[None]:
+    """Make every wait of a host's ranks detect that another rank's process has ended without leaving the run.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks. Their ``check`` then raises a `NanoWorkerError`.
+    processes : sequence of int
+        Their process ids, by rank.
+    """
+    launcher_s, looked = ranks.check, time.monotonic()
+
+    def check() -> None:
+        nonlocal looked
+        launcher_s()
+        if time.monotonic() < looked + _INTERVAL:
+            return
+        looked = time.monotonic()
+        for rank, process in enumerate(processes):
+            # It may have left and ended since its process was checked.
+            if has_ended(process) and not _has_left(ranks, rank):
+                raise died(rank).as_error()
+
+    ranks.check = check
+    try:
+        yield
+    finally:
+        ranks.check = launcher_s
+
+
+def _has_left(ranks: Ranks, rank: int) -> bool:
+    channel = ranks.channel if ranks.have_joined else None
+    return isinstance(channel, SharedChannel) and channel.segment.has_left(rank)

@@ -78,11 +78,12 @@ def _usual_place_of_srun(environ: Mapping[str, str]) -> _Place:
 
 
 class Host(NamedTuple):
-    """The identity of a host; a container with its own shared memory counts as a host."""
+    """The identity of a host; a container with its own shared memory or process ids counts as a host."""
 
     name: str
     boot: str
     shared_memory: int
+    process_numbers: int
 
 
 class Presence(NamedTuple):
@@ -94,10 +95,13 @@ class Presence(NamedTuple):
         The host of the process.
     cpus : tuple of int
         The logical CPUs that it may use.
+    process : int
+        The process id.
     """
 
     host: Host
     cpus: tuple[int, ...]
+    process: int
 
     def as_text(self) -> str:
         """Return the description as JSON."""
@@ -106,17 +110,18 @@ class Presence(NamedTuple):
     @classmethod
     def from_text(cls, text: str) -> Presence:
         """Return the description from the result of `as_text`."""
-        host, cpus = json.loads(text)
-        return cls(Host(*host), tuple(cpus))
+        host, cpus, process = json.loads(text)
+        return cls(Host(*host), tuple(cpus), process)
 
 
 def this_host() -> Host:
     """Return the host of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        numbers = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
-        boot = ""
-    return Host(socket.gethostname(), boot, shared_memory_device())
+        boot, numbers = "", 0
+    return Host(socket.gethostname(), boot, shared_memory_device(), numbers)
 
 
 def gather_at(store: Store, ranks: Ranks) -> Gather:
