@@ -41,6 +41,10 @@ class _Copy(NamedTuple):
     values: Callable[[], Tensor | None]
 
 
+#: In place of the copy of a tensor that the program may write to without changing its version.
+_NONE = _Copy(-1, lambda: None)
+
+
 class _State:
     """The state of a thread.
 
@@ -103,6 +107,15 @@ def widened(narrow: Tensor) -> Tensor:
     if state.factors:
         state.result = wide, narrow
     return wide
+
+
+def make_anew(tensor: Tensor) -> None:
+    """Round a tensor for each product: the program reads its `.data`, and writes to that change no version."""
+    memory = base_of(tensor)
+    if memory.grad_fn is not None:  # only tensors of a graph have copies
+        state = _state()
+        state.kept[memory] = _NONE
+        state.last.pop(memory, None)
 
 
 def keeping(operator: str, names: Mapping[int, str], backward: str, only_for: int | None = None) -> Override:
@@ -223,7 +236,7 @@ def _keep_factor(node: Any, name: str, backward: str, factor: Tensor, copy: Tens
     known = _copy_of(factor)
     if known is None:  # otherwise another product has kept the same factor
         known, memory = copy, _memory_of(factor)
-        if memory is not None:
+        if memory is not None and _state().kept.get(memory) is not _NONE:
             _state().kept[memory] = _Copy(version(memory), TensorWeakRef(copy))
             _keep_output(memory, copy)
     replace_saved(node, name, known, partial(_unpacked, backward))

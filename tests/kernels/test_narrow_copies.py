@@ -316,14 +316,61 @@ def test_write_between_a_relu_and_a_product_is_torchs_error():
         accelerated(gradients, Written(in_place, before=True), leaf(torch.randn(ROWS)))
 
 
-@pytest.mark.parametrize("write", [in_place, past_the_counter])
+def part_past_the_counter(hidden):
+    hidden[1:].data.mul_(2)
+
+
+@pytest.mark.parametrize("write", [in_place, past_the_counter, part_past_the_counter])
 def test_product_after_a_write_reads_the_new_values(write, kept_in_fp32):
     torch.manual_seed(0)
     model, x = Written(write, before=False), torch.randn(ROWS)
-    ours = accelerated(lambda model: model(x), model)
+
+    def train(model):
+        out = model(x)
+        return out, *torch.autograd.grad(out.square().mean(), [model.third.weight])
+
+    ours = accelerated(train, model)
     with kept_in_fp32():
-        expected = accelerated(lambda model: model(x), model)
+        expected = accelerated(train, model)
+    assert all(map(torch.equal, ours, expected))
+
+
+def test_alias_of_a_tensor_that_is_read_before_the_products_may_be_written_to_between_them(kept_in_fp32):
+    torch.manual_seed(0)
+    model, x = Written(None, before=False), torch.randn(ROWS)
+
+    def forward(x):
+        hidden = torch.relu(model.first(x))
+        alias = hidden.data
+        out = model.second(hidden).detach()
+        alias.mul_(2)
+        return out + model.third(hidden)
+
+    model.forward = forward
+    ours = accelerated(third_of, model, x)
+    with kept_in_fp32():
+        expected = accelerated(third_of, model, x)
     assert torch.equal(ours, expected)
+
+
+def third_of(model, x):
+    return torch.autograd.grad(model(x).square().mean(), [model.third.weight])[0]
+
+
+def test_batch_norm_of_a_result_that_was_written_to_keeps_the_new_values(kept_in_fp32):
+    torch.manual_seed(0)
+    model, x = convolutional().to(memory_format=torch.channels_last), torch.randn(IMAGES)
+    x = leaf(x.to(memory_format=torch.channels_last))
+
+    def train(model, x):
+        hidden = model[0](x)
+        hidden.data.mul_(2).add_(1)
+        return torch.autograd.grad(model[1](hidden).relu().square().mean(), [hidden, model[1].weight])
+
+    ours = accelerated(train, model, x)
+    with kept_in_fp32():
+        expected = accelerated(train, model, x)
+    assert all(map(torch.equal, ours, expected))
 
 
 def test_gradients_are_those_of_the_values_before_a_write():

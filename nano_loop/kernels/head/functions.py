@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.head.chunks import Elementwise, RowFunction
-from nano_loop.kernels.head.cross_entropy import CrossEntropy, denominator, mean_of_rows
+from nano_loop.kernels.head.cross_entropy import CrossEntropy, LogLikelihood, denominator, mean_of_rows
 from nano_loop.kernels.head.logits import LazyLogits
 from nano_loop.kernels.memory import is_plain
 
@@ -245,8 +245,7 @@ def _gathered(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     if not bool(((index >= 0) & (index < lazy.head.width)).all()):
         return NotImplemented
     if _is_log_softmax(lazy.before) and index.size(1) == 1:
-        (parent,) = lazy.parents
-        (losses,) = parent.reduced(CrossEntropy(index.squeeze(1), _logits_before(lazy.before.before)))
+        (losses,) = lazy.reduced(LogLikelihood(index.squeeze(1), _logits_before(lazy.before.before)))
         result = -losses.unsqueeze(1).to(lazy.dtype)
     else:
         function = RowFunction(lambda logits, places: (logits.gather(1, index[places]),), lazy.before)
@@ -272,9 +271,12 @@ def _loss(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Return cross-entropy, or the negative log-likelihood of a log-softmax."""
+    kind, before = CrossEntropy, lazy.before
     is_nll = func.__name__ == "nll_loss"
-    if is_nll and not _is_log_softmax(lazy.before):
-        return NotImplemented
+    if is_nll:
+        if not _is_log_softmax(before):
+            return NotImplemented
+        kind, before = LogLikelihood, before.before
     classes = min(1, lazy.dim() - 1)
     if lazy.vocabulary != classes or size_average is not None or reduce is not None or not 0 <= label_smoothing <= 1:
         return NotImplemented
@@ -289,13 +291,12 @@ def _loss(
     ):
         return NotImplemented
     dtype = torch.float32 if torch.is_autocast_enabled("cpu") else lazy.dtype
-    source = lazy.parents[0] if is_nll else lazy
     flat = target.flatten().clone()
-    function = CrossEntropy(flat, _logits_before(source.before), weight, ignore_index, label_smoothing)
+    function = kind(flat, _logits_before(before), weight, ignore_index, label_smoothing)
     if not function.has_classes(lazy.head.width):
         return NotImplemented
     divisor = denominator(flat, weight, ignore_index, reduction)
-    (loss,) = source.reduced(function, divisor)
+    (loss,) = lazy.reduced(function, divisor)
     if reduction == "mean" and lazy.dim() > 1:
         assert divisor is not None
         smoothing = () if is_nll else (label_smoothing,)
