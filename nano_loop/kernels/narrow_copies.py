@@ -13,7 +13,7 @@ transforms, modes, and backwards after the run. Tensors that other hooks pack, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,13 @@ from nano_loop.patching.optimizers import is_dense, lies_as
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import users
 from nano_loop.patching.torch_private import FLASH_KERNEL, base_of, has_saved_tensor_hooks, version
-from nano_loop.patching.torch_private_autograd import in_forward_mode, replace_saved, saved_output, saves_output
+from nano_loop.patching.torch_private_autograd import (
+    in_backward,
+    in_forward_mode,
+    replace_saved,
+    saved_output,
+    saves_output,
+)
 
 #: Minimum number of elements of a tensor. Below it, the memory is not worth the Python overhead.
 MIN_ELEMENTS = 1 << 18
@@ -266,10 +272,11 @@ def _keep_output(tensor: Tensor, copy: Tensor) -> None:
     if output is None or output.dtype is not torch.float32:
         return
     if output.data_ptr() == tensor.data_ptr() and lies_as(output, tensor):
-        replace_saved(node, name, _laid_out_as(tensor, copy), partial(_unpacked, backward))
+        with suppress(RuntimeError):  # packed by hooks, in a version of torch that does not say so
+            replace_saved(node, name, _laid_out_as(tensor, copy), partial(_unpacked, backward))
 
 
 def _unpacked(backward: str, narrow: Tensor) -> Tensor:
     """Return a copy for the operator that reads it, or its values in fp32."""
-    is_read = users((backward, "CPU")) > 0 and not torch.is_grad_enabled()
+    is_read = in_backward() and users((backward, "CPU")) > 0 and not torch.is_grad_enabled()
     return narrow if is_read and computes_now() and not in_forward_mode() else narrow.float()

@@ -155,7 +155,8 @@ class NarrowWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "__set__":
-            name = f"{func.__self__.__name__}_"
+            # A run may have replaced `Tensor.data` by a property, which has no name before Python 3.13.
+            name = "data_" if func.__self__ is Tensor.data else f"{func.__self__.__name__}_"
         if name == "data_":
             return _set_data(func, *args)
         if name in _COPIES:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from loops.pairs import rounding_every_product
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import nano_loop
@@ -256,6 +256,45 @@ def test_hooks_of_the_program_pack_fp32(name):
 
     accelerated(train, model, x)
     assert packed - {torch.int64} == {FP32}
+
+
+def test_outputs_that_hooks_have_packed_are_left_to_them():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU())
+            self.head, self.pack = nn.Linear(64, 32), None
+
+        def forward(self, x):
+            return self.head(self.inner(x) if self.pack is None else self.pack(self.inner, x))
+
+    def offloaded(inner, x):
+        with save_on_cpu():
+            return inner(x)
+
+    def checkpointed(inner, x):
+        return checkpoint(inner, x, use_reentrant=False)
+
+    calls = []
+    torch.manual_seed(0)
+    model, x = Packed(), torch.randn(ROWS)
+    model.inner.register_forward_hook(lambda *_: calls.append(None))
+    expected = accelerated(gradients, model, leaf(x))
+    for model.pack, count in ((offloaded, 1), (checkpointed, 2)):
+        calls.clear()
+        assert all(map(torch.equal, accelerated(gradients, model, leaf(x)), expected))
+        assert len(calls) == count
+
+
+def test_the_program_reads_what_a_node_has_saved_in_fp32():
+    def train(model, x):
+        hidden = torch.relu(model.first(x))
+        model.second(hidden).sum()
+        with torch.no_grad():
+            return hidden.grad_fn._saved_result
+
+    torch.manual_seed(0)
+    assert accelerated(train, Written(None, before=False), torch.randn(ROWS)).dtype is FP32
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -188,6 +188,18 @@ def test_graph_that_holds_a_weight_is_right_though_it_is_written_to_and_the_run_
     assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
 
 
+@pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
+@pytest.mark.parametrize("precision", ["32", "auto"])
+def test_weights_can_be_merged_by_data_beside_a_head(precision):
+    with small_heads():
+        model = model_of()
+        model.head.requires_grad_(False)
+        expected = model.head.weight.data + 1
+        with accelerated(model, precision=precision, frozen_dtype="bf16", verbose=False):
+            model.head.weight.data += 1
+        torch.testing.assert_close(model.head.weight.data, expected, rtol=0, atol=2**-8)
+
+
 def test_weight_whose_memory_others_have_stays():
     model = Net()
     array = model.factor.numpy()
