@@ -558,6 +558,24 @@ def test_label_that_is_no_class_raises_torchs_error():
         nano_gpt(model(words), targets)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda logits: logits.log_softmax(5),
+        lambda logits: logits.argmax(-4),
+        lambda logits: logits.logsumexp(5),
+        lambda logits: logits.gather(5, torch.zeros(3, 7, 1, dtype=torch.int64)),
+        lambda logits: logits[:, -1].topk(3, 3),
+    ],
+)
+def test_dimension_that_does_not_exist_raises_torchs_error(function):
+    model, (words, _) = model_of(), batch()
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        function(model(words))
+    with accelerated(model, verbose=False), pytest.raises(IndexError, match="Dimension out of range"):
+        function(model(words))
+
+
 def test_layer_in_the_midst_of_a_model_is_no_head():
     model = nn.Sequential(nn.Linear(16, WORDS), nn.ReLU(), nn.Linear(WORDS, 3))
     kinds = []

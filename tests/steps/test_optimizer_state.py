@@ -330,6 +330,7 @@ def test_other_dtypes_and_sparse_gradients_are_errors_too():
     with pytest.raises(NanoConfigError, match="dense"):
         nano(optimizer_state="bf16", **QUIET)(loop)(table, SGD(table.parameters(), 0.1, momentum=0.9))
     for momentum in (0, 0.9):  # a momentum is sparse, too
+        table.zero_grad()
         plain = copy.deepcopy(table)
         loop(plain, SGD(plain.parameters(), 0.1, momentum=momentum))
         nano(precision="bf16-true", **QUIET)(loop)(table, SGD(table.parameters(), 0.1, momentum=momentum))

@@ -146,6 +146,10 @@ def _indexed(func: Any, lazy: LazyLogits, key: Any) -> Any:
     return lazy.derived(lambda tensor: tensor[key], rows=rows, vocabulary=rows.dim(), is_copy=True)
 
 
+def _is_vocabulary(dim: Any, lazy: LazyLogits) -> bool:
+    return type(dim) is int and dim in (lazy.vocabulary, lazy.vocabulary - lazy.dim())
+
+
 @_takes_lazy
 def _iterated(func: Any, lazy: LazyLogits) -> Any:
     parts = _rearranged(Tensor.unbind, lazy, 0)
@@ -156,9 +160,9 @@ def _iterated(func: Any, lazy: LazyLogits) -> Any:
 def _softmax(func: Any, lazy: LazyLogits, dim: Any = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
     """Return a softmax over the vocabulary, or its logarithm."""
     kwargs.pop("_stacklevel", None)
-    if kwargs or any(type(item) is not int for item in args) or type(dim) is not int:
+    if kwargs or any(type(item) is not int for item in args):
         return NotImplemented
-    if dim % lazy.dim() != lazy.vocabulary or dtype not in (None, torch.float32):
+    if not _is_vocabulary(dim, lazy) or dtype not in (None, torch.float32):
         return NotImplemented
     lazy = lazy if dtype in (None, lazy.dtype) else _in_fp32(lazy)
     name = func.__name__
@@ -203,12 +207,7 @@ def _reduced(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     dim = args[0] if args else kwargs.pop("dim", -1 if name == "topk" else None)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     keeps = bool((args[1] if len(args) > 1 else kwargs.pop("keepdim", False)) and name != "topk")
-    if (
-        type(dim) is not int
-        or dim % lazy.dim() != lazy.vocabulary
-        or kwargs
-        or len(args) > (1 if name == "topk" else 2)
-    ):
+    if not _is_vocabulary(dim, lazy) or kwargs or len(args) > (1 if name == "topk" else 2):
         return NotImplemented
 
     def compute(logits: Tensor, _: Any) -> tuple[Tensor, ...]:
@@ -236,7 +235,7 @@ def _gathered(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     names = ("dim", "index") if func.__name__ == "gather" else ("indices", "dim")
     named = dict(zip(names, args, strict=False)) | kwargs
     dim, index = named.pop("dim", None), named.pop("index", named.pop("indices", None))
-    if named or type(dim) is not int or dim % lazy.dim() != lazy.vocabulary or not is_plain(index, (torch.int64,)):
+    if named or not _is_vocabulary(dim, lazy) or not is_plain(index, (torch.int64,)):
         return NotImplemented
     last = index.movedim(dim, -1) if index.dim() == lazy.dim() else index
     if last.shape[:-1] != lazy.rows.shape:
