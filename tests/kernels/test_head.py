@@ -508,6 +508,14 @@ def with_generation_between(model):
     nano_gpt(model(words), targets).backward()
 
 
+def with_a_compiled_loss(model):
+    words, targets = batch()
+    torch.compile(lambda logits: nano_gpt(logits, targets) + logits[..., :3].mean(), backend="aot_eager")(
+        model(words)
+    ).backward()
+    torch.compiler.reset()
+
+
 def masked_after_the_loss(model):
     words, targets = batch()
     logits = model(words)
@@ -522,7 +530,13 @@ def masked_after_the_loss(model):
     "train",
     [
         *(scaled_twice, backward_twice, of_two_heads, with_a_penalty, with_a_second_derivative, with_torch_func),
-        *(with_a_checkpoint, with_hooks_on_the_head, with_generation_between, masked_after_the_loss),
+        *(
+            with_a_checkpoint,
+            with_hooks_on_the_head,
+            with_generation_between,
+            with_a_compiled_loss,
+            masked_after_the_loss,
+        ),
     ],
 )
 @pytest.mark.parametrize("is_lazy", [False, True])

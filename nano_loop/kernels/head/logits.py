@@ -33,6 +33,7 @@ from nano_loop.patching.torch_private import (
     without_memory,
 )
 from nano_loop.patching.torch_private_autograd import TENSOR_HOOKS, in_backward
+from nano_loop.patching.torch_private_compiler import never_compiled
 
 #: Attributes that a lazy tensor answers itself until it is written to: its place in the graph, and its shape.
 _OWN = frozenset(
@@ -251,6 +252,11 @@ class LazyLogits(Tensor):
                 torch.autograd.graph.increment_version(value.numbers())
                 value.tensor, value.is_placed = None, True  # C++ moves it to another place in the graph
         return map_tensors(lambda item: numbers[id(item)][1] if id(item) in numbers else item, result)
+
+
+# torch.compile would trace how logits are computed.
+for _name in ("__torch_function__", "__torch_dispatch__"):
+    never_compiled(vars(LazyLogits)[_name].__func__)
 
 
 def made(head: Head, rows: Tensor, vocabulary: int, dtype: torch.dtype, memory: Memory | None = None) -> LazyLogits:
