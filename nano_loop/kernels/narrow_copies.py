@@ -29,7 +29,6 @@ from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import users
 from nano_loop.patching.torch_private import FLASH_KERNEL, base_of, has_saved_tensor_hooks, version
 from nano_loop.patching.torch_private_autograd import (
-    in_backward,
     in_forward_mode,
     replace_saved,
     saved_output,
@@ -278,5 +277,5 @@ def _keep_output(tensor: Tensor, copy: Tensor) -> None:
 
 def _unpacked(backward: str, narrow: Tensor) -> Tensor:
     """Return a copy for the operator that reads it, or its values in fp32."""
-    is_read = in_backward() and users((backward, "CPU")) > 0 and not torch.is_grad_enabled()
+    is_read = users((backward, "CPU")) > 0 and not torch.is_grad_enabled()
     return narrow if is_read and computes_now() and not in_forward_mode() else narrow.float()

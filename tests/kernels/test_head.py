@@ -540,6 +540,7 @@ def masked_after_the_loss(model):
     ],
 )
 @pytest.mark.parametrize("is_lazy", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch, where a graph breaks
 def test_gradients_are_torchs(train, is_lazy, monkeypatch):
     models = model_of(), model_of()
     if not is_lazy:

@@ -107,9 +107,9 @@ class Head:
         self.memory = Memory()
         self._is_old = False
         self._versions = self._versions_now()
-        given = [item for item in (weight, bias) if item is not None]
+        tensors = [item for item in (weight, bias) if item is not None]
         # Those that steps change, unless they are frozen by then.
-        self._parameters = given if all(isinstance(item, nn.Parameter) for item in given) else []
+        self._parameters = tensors if all(isinstance(item, nn.Parameter) for item in tensors) else []
         self._is_computed = weight.grad_fn is not None and base_of(weight) is weight  # such as a cast by autocast
         self._is_kept = False
         key, heads = id(self), noted().heads
