@@ -238,10 +238,9 @@ class MemoryWatch:
         self._parts["states of optimizers"] = sum(map(bytes_of_states, self._clock.optimizers))
 
     def _dtype_of_states(self) -> torch.dtype | None:
-        """Return the dtype in which the run creates states; None: that of the parameters."""
-        if self._options.optimizer_state == "bf16":
-            return torch.bfloat16
-        return torch.float32 if self._options.kind.parameters is torch.bfloat16 else None
+        """Return the widest dtype of states in the first step. None: the parameters', in which torch creates them."""
+        are_widened = self._options.kind.parameters is torch.bfloat16 and self._options.optimizer_state != "bf16"
+        return torch.float32 if are_widened else None
 
     def _gradients(self) -> int:
         parameters = [parameter for optimizer in self._clock.optimizers for parameter in held_by(optimizer)]
