@@ -40,7 +40,8 @@ def is_seen_by_program(view: torch.Tensor, result: torch.Tensor) -> bool:
         return False
     if any(has_tensor_hooks(tensor) or tensor.retains_grad for tensor in (view, result)):
         return True
-    node, last = view.grad_fn, result.grad_fn
+    node: Any = view.grad_fn
+    last = result.grad_fn
     while node is not last:
         if node is None or isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
             return True

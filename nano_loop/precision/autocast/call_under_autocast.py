@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -152,16 +151,6 @@ def _off_the_fast_path(forward: Callable[..., Any]) -> Callable[..., Any]:
     return with_autocast_noticed
 
 
-class _Padding(threading.local):
-    """The last layer of the current encoder, and the positions that it clears, or None."""
-
-    layer: nn.Module | None = None
-    mask: Tensor | None = None
-
-
-_padding = _Padding()
-
-
 def _leaving_out_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Let an encoder return zeros at padded positions, before its norm, where torch's fast path does.
 
@@ -173,14 +162,14 @@ def _leaving_out_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
     def encode(
         self: Any, src: Tensor, mask: Any = None, src_key_padding_mask: Any = None, *more: Any, **named: Any
     ) -> Any:
-        before = _padding.layer, _padding.mask
+        before = noting.padding
         if not torch.compiler.is_compiling():
             padded = _dropped_positions(self, src, mask, src_key_padding_mask)
-            _padding.layer, _padding.mask = None if padded is None else self.layers[-1], padded
+            noting.padding = None if padded is None else (self.layers[-1], padded)
         try:
             return slow(self, src, mask, src_key_padding_mask, *more, **named)
         finally:
-            _padding.layer, _padding.mask = before
+            noting.padding = before
 
     return encode
 
@@ -191,9 +180,10 @@ def _clearing_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         output = slow(self, *args, **kwargs)
-        if torch.compiler.is_compiling() or _padding.mask is None or _padding.layer is not self:
+        padding = None if torch.compiler.is_compiling() else noting.padding
+        if padding is None or padding[0] is not self:
             return output
-        return output.masked_fill(_padding.mask.unsqueeze(-1), 0.0)
+        return output.masked_fill(padding[1].unsqueeze(-1), 0.0)
 
     return call
 

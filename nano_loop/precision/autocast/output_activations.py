@@ -111,9 +111,13 @@ def _same_view(view: Tensor, result: Tensor, computed: Tensor) -> Tensor:
 
 
 class _Noting(threading.local):
-    """The activations of the current call in this thread, or None."""
+    """The activations of the current call in this thread, or None.
+
+    `padding` has the last layer of the current encoder and the positions that it clears, or is None.
+    """
 
     activations: Activations | None = None
+    padding: tuple[Any, Tensor] | None = None
 
 
 noting = _Noting()
