@@ -115,7 +115,12 @@ def replace_saved(node: Any, name: str, value: Any, unpack: Callable[[Any], torc
 
 
 def saved_output(node: Any, name: str) -> torch.Tensor | None:
-    """Return the output that an autograd node has saved, or None if it was written to since."""
+    """Return the output that an autograd node has saved. Return None if it was written to since, or if hooks packed it.
+
+    Such hooks belong to the program or to a checkpoint, which would compute everything again to return it.
+    """
+    if getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", None) is not None:
+        return None
     try:
         output: torch.Tensor = getattr(node, f"_saved_{name}")
     except RuntimeError:
