@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 #: The attributes of a leaf tensor that hold its hooks, which pickling omits.
@@ -22,6 +23,31 @@ def in_forward_mode() -> bool:
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:
     """Whether a tensor has hooks, which may replace its gradient. torch has no public way to list them."""
     return bool(tensor._backward_hooks)
+
+
+def is_seen_by_program(view: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether the backward runs code of the program, or keeps a gradient for it, between a view of a result and it.
+
+    Hooks of nodes are not noticed.
+
+    Parameters
+    ----------
+    view : torch.Tensor
+        A tensor that shares memory with the result, or the result itself.
+    result : torch.Tensor
+        A tensor.
+    """
+    if not view.requires_grad:
+        return False
+    if any(has_tensor_hooks(tensor) or tensor.retains_grad for tensor in (view, result)):
+        return True
+    node: Any = view.grad_fn
+    last = result.grad_fn
+    while node is not last:
+        if node is None or isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
+            return True
+        node = node.next_functions[0][0]
+    return False
 
 
 def in_backward() -> bool:
