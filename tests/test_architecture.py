@@ -116,8 +116,8 @@ BUDGETS = {
     "kernels": 12_225,  # 9_600 is the goal
     "autotune": 700,
     "optimizers": 1_150,  # 600 is the goal
-    "patching": 3_275,  # 2_950 is the goal
-    "precision": 1_750,  # 1_950 is the goal
+    "patching": 3_300,  # 2_950 is the goal
+    "precision": 1_825,  # 1_950 is the goal
     "data": 1_375,
     "distributed": 14_000,  # 9_800 is the goal
     "profiling": 350,  # 300 is the goal
