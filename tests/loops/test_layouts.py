@@ -43,11 +43,6 @@ def plainest(model, optimizer, loader):
     return fit(model, optimizer, loader, untouched)
 
 
-@pytest.mark.parametrize("model", [ConvNet, Flattening])
-def test_close_to_the_usual_layout(model):
-    against_plain(model, plainest)
-
-
 def views_in_the_loop(model, optimizer, loader):
     """Calls `view` on outputs, inputs, gradients and weights, as loops do that log norms or flatten by hand."""
     outputs = []
@@ -69,11 +64,6 @@ def weights_through_a_vector(model, optimizer, loader):
     vector = parameters_to_vector(model.parameters())
     vector_to_parameters(vector * 0.9, model.parameters())
     return vector, plainest(model, optimizer, loader)
-
-
-@pytest.mark.parametrize("options", [{}, {"fused_optimizer": False}], ids=["fused", "unfused"])
-def test_weights_replaced_through_a_vector(options):
-    against_plain(ConvNet, weights_through_a_vector, replace(LOOSE, options={"channels_last": True, **options}))
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
@@ -121,9 +111,21 @@ def batches_after_the_call(model, optimizer, loader):
     return outputs
 
 
-@pytest.mark.parametrize(("model", "loop"), [(ConvNet, views_in_the_loop), (InPlace, batches_after_the_call)])
-def test_loop_that_counts_on_the_usual_layout(model, loop):
-    against_plain(model, loop)
+WITH_FUSED_STEPS = replace(LOOSE, options={"channels_last": True})
+
+
+@pytest.mark.parametrize(
+    ("model", "loop", "config"),
+    [
+        (Flattening, plainest, LOOSE),
+        (ConvNet, views_in_the_loop, LOOSE),
+        (InPlace, batches_after_the_call, LOOSE),
+        *((ConvNet, weights_through_a_vector, config) for config in (LOOSE, WITH_FUSED_STEPS)),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_loop_that_counts_on_the_usual_layout(model, loop, config):
+    against_plain(model, loop, config)
 
 
 def test_a_compiled_model_that_counts_on_the_usual_layout():
