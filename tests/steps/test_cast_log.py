@@ -10,8 +10,8 @@ from torch import nn
 from nano_loop.steps.log_casts import CastRecorder
 
 
-def logged(function, model=None):
-    recorder = CastRecorder({} if model is None else {id(module): name for name, module in model.named_modules()})
+def logged(function):
+    recorder = CastRecorder({})
     try:
         function()
     finally:
