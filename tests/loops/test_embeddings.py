@@ -200,15 +200,6 @@ def restoring_the_state_by_hand(model, optimizer, words, number):
     plainly(model, optimizer, words, number)
 
 
-def loading(model, optimizer, words, number):
-    plainly(model, optimizer, words, number)
-    if number == 2:
-        loading.saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    if number == 4:
-        model.load_state_dict(loading.saved[0])
-        optimizer.load_state_dict(loading.saved[1])
-
-
 def writing_into_a_mapped_checkpoint(model, optimizer, words, number, folder=[]):  # noqa: B006
     plainly(model, optimizer, words, number)
     if number == 2:
@@ -255,7 +246,7 @@ def in_two_losses(model, optimizer, words, number):
 
 LOOPS = (
     *(plainly, accumulating, clipping, keeping, skipping_steps, twice_backward, with_hooks, penalizing),
-    *(by_hand_between, restoring_the_state_by_hand, loading, writing_into_a_mapped_checkpoint),
+    *(by_hand_between, restoring_the_state_by_hand, writing_into_a_mapped_checkpoint),
     *(states_in_one_memory, adding_a_group, in_two_losses),
 )
 
