@@ -133,10 +133,6 @@ class Averaging:
                 self._at_step[optimizer] = self._agreement.averagings
         self._parameters.add(models, optimizers)
 
-    def use(self, transport: Transport) -> None:
-        """Transfer gradients by another transport from now on. Collective, as is its creation."""
-        self._transport = transport
-
     @contextmanager
     def paused(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Only record gradients of parameters of `models`; the first averaging afterwards includes them."""

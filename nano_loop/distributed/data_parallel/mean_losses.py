@@ -71,7 +71,7 @@ def _over_all_ranks(
         return mean
     count = count_rows()
     loss = mean if count else summed()  # the mean of no rows is NaN
-    parts = ranks.gather_numbers([count * float(loss.detach()), count], MEAN_LOSS)
+    parts = ranks.gather((count * float(loss.detach()), count), MEAN_LOSS)
     total_loss, total = map(sum, zip(*parts, strict=True))
     # The root of the backward has the weight of the share.
     factor = count * share.total / (total * share.samples) if total else 1.0

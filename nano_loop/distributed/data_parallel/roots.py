@@ -23,7 +23,6 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.distributed.data_parallel.comparison import Comparison
 from nano_loop.distributed.data_parallel.witness import losses_among
-from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.calls.backward import roots_weighted
 
 
@@ -83,8 +82,7 @@ class WeightedRoots:
         self.comparison.begin_backward(losses)
         self._weight = weight = self._split.begin_backward()
         self._roots = [weakref.ref(loss) for loss in losses]
-        is_one = isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge))
-        roots = [tensors] if is_one else [*tensors]
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
         gradients = [*grad_tensors] if isinstance(grad_tensors, (list, tuple)) else [grad_tensors] * len(roots)
         if weight == 1 or len(gradients) != len(roots):  # torch raises the error
             return grad_tensors
@@ -94,10 +92,7 @@ class WeightedRoots:
 def _weighted(root: Any, gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
     if gradient is not None:
         return gradient * weight
-    if isinstance(root, torch.Tensor):
-        return torch.full_like(root, weight) if root.numel() == 1 else None  # otherwise torch raises
-    got, expected = "a backward from a GradientEdge without a gradient", "with split_batches it gets a weight"
-    raise NanoError(error_message(got, expected, "Pass grad_tensors, such as torch.ones(())"))
+    return torch.full_like(root, weight) if root.numel() == 1 else None  # otherwise torch raises
 
 
 def mean_loss(loss: Any, ranks: Ranks) -> Any:
@@ -109,7 +104,7 @@ def mean_loss(loss: Any, ranks: Ranks) -> Any:
         mean = ranks.mean(torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64))
     else:
         own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        values, weights = zip(*ranks.gather_numbers([own, split.weight], AVERAGING), strict=True)
+        values, weights = zip(*ranks.gather((own, split.weight), AVERAGING), strict=True)
         # After a backward, every rank has the loss of the whole batch already.
         total = values[0] if len({*values}) == 1 else sum(map(operator.mul, values, weights)) / ranks.size
         mean = torch.tensor(total, dtype=loss.dtype if isinstance(loss, torch.Tensor) else torch.float64)
