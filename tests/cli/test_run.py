@@ -164,6 +164,14 @@ def test_removed_flag_says_so_for_its_command_alone(name, capsys):
     assert "No such option" in capsys.readouterr().err
 
 
+def test_search_for_a_module_imports_nothing_and_leaves_the_path(script, monkeypatch):
+    monkeypatch.chdir(script("raise ValueError('imported')", "job.py").parent)
+    path = [*sys.path]
+    assert module._is_module("job")
+    assert sys.path == path
+    assert "job" not in sys.modules
+
+
 # --- a training ---
 
 REPORTED = 'print(train.report.options["precision"], train.report["allocator"].detail)\n'
