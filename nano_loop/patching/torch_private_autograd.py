@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,17 @@ def current_node_number() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
+def output_numel(node: Any, place: int) -> int:
+    """Return the number of elements of an output of an autograd node. torch has no public way."""
+    return math.prod(node._input_metadata[place].shape)
+
+
+def reduction_of(node: Any) -> int | None:
+    """Return the number of the reduction of a loss function's node, or None for other nodes."""
+    reduction: int | None = getattr(node, "_saved_reduction", None)
+    return reduction
+
+
 def node_number(node: Any) -> int:
     """Return the sequence number of an autograd node."""
     return int(node._sequence_nr())
@@ -89,7 +101,12 @@ def replace_saved(node: Any, name: str, value: Any, unpack: Callable[[Any], torc
 
 
 def saved_output(node: Any, name: str) -> torch.Tensor | None:
-    """Return the output that an autograd node has saved, or None if it was written to since."""
+    """Return the output that an autograd node has saved. Return None if it was written to since, or if hooks packed it.
+
+    Such hooks belong to the program or to a checkpoint, which would compute everything again to return it.
+    """
+    if getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", None) is not None:
+        return None
     try:
         output: torch.Tensor = getattr(node, f"_saved_{name}")
     except RuntimeError:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from torch import distributed, nn
 from typing_extensions import override
 
+from nano_loop.patching.lifetime import undone_with
+from nano_loop.patching.loaders import changed
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
@@ -77,13 +79,21 @@ class GradientAveraging(RanksStep):
         within = f" except for {off:.1g}, which rounding explains: losses are equal" if off else ""
         return result("applied", f"gradients equal those of whole batches{within}{of_sum}{remark}", code=code)
 
+    @override
+    def observe(self, parts: TrainingObjects) -> None:
+        """Let the witness see the batches of loaders that are set up, with or without a model."""
+        if self.ranks.context.witness is not None and self.ranks.size == 1:
+            from nano_loop.distributed.data_parallel.witness import Witness
+
+            if self._witness is None:
+                self._witness = Witness(self.ranks.context.witness)
+                self.undoing.callback(self._witness.close)
+            for loader in parts.loaders:
+                undone_with(loader, self.undoing).enter_context(changed(loader, self._witness))
+
     def _send(self, parts: TrainingObjects) -> None:
         """Let rank 0 compare the gradients of these objects in the witness process."""
-        from nano_loop.distributed.data_parallel.witness import Witness
-
-        if self._witness is None:
-            self._witness = Witness(self.ranks.context.witness)
-            self.undoing.callback(self._witness.close)
+        assert self._witness is not None
         self._witness.add(parts.models, parts.optimizers)
 
     def _open(self) -> Averaging:

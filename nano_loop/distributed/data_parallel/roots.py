@@ -22,6 +22,7 @@ from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.distributed.data_parallel.comparison import Comparison
+from nano_loop.distributed.data_parallel.sample_weights import SampleWeights, Weight
 from nano_loop.distributed.data_parallel.witness import losses_among
 from nano_loop.patching.calls.backward import roots_weighted
 
@@ -42,6 +43,7 @@ class WeightedRoots:
         self.comparison = comparison
         self._roots: list[weakref.ref[torch.Tensor]] = []  # loss values of the current backward
         self._weight = 1.0
+        self.sample_weights = SampleWeights()
 
     def weighted(self) -> AbstractContextManager[None]:
         """Return a context in which backwards of the loop's thread start with weighted gradients."""
@@ -65,6 +67,15 @@ class WeightedRoots:
             if float(root.detach()) != mean:  # the loss of a mean over all ranks' rows has it already
                 root.data = torch.full_like(root.detach(), mean)
 
+    def compare_weights(self, by_rank: Sequence[Sequence[Weight]]) -> None:
+        """Warn if the ranks' samples have different weights; see `SampleWeights.compare`.
+
+        The loss of a single sample may have no reduction.
+        """
+        share = self._split.share
+        if share is not None and share.total >= 2 * share.size:
+            self.sample_weights.compare(by_rank, self.comparison.tolerance, is_compared=self.comparison.is_comparing)
+
     def scale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Multiply gradients that the loop itself has computed by the weight of this rank's share."""
         weight = self._split.begin_backward()
@@ -82,6 +93,7 @@ class WeightedRoots:
         self.comparison.begin_backward(losses)
         self._weight = weight = self._split.begin_backward()
         self._roots = [weakref.ref(loss) for loss in losses]
+        self.sample_weights.watch(losses, weight)
         roots = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
         gradients = [*grad_tensors] if isinstance(grad_tensors, (list, tuple)) else [grad_tensors] * len(roots)
         if weight == 1 or len(gradients) != len(roots):  # torch raises the error
