@@ -55,7 +55,7 @@ LIBRARIES := tests/libraries
 # These do not depend on torch's version, so they are not repeated with IPEX's torch. Nor are slow tests of some others.
 ANY_TORCH := $(CLUSTERS) $(LIBRARIES) tests/cli tests/cpu $(wildcard tests/distributed/launch*) tests/faults \
     tests/test_architecture.py tests/test_docstrings.py tests/test_no_test_skipped.py tests/config/test_options.py \
-    tests/test_packaging.py tests/runtime/test_report.py tests/config/test_signatures.py tests/kernels/csrc \
+    tests/test_packaging.py tests/runtime/test_report.py tests/config/test_signatures.py tests/kernels/test_csrc.py \
     tests/loops/test_changes.py \
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
@@ -162,11 +162,14 @@ test-newest: $(WHEELS)
 # One test in ten, because emulated programs are tens of times slower. Timings are meaningless there.
 ON_ARM = PYTHON=$(WHEEL_VENV)/bin/python scripts/emulated_arm.sh python3 $(PYTEST) -m "not slow" --one-of 10 \
     --timeout 600 -p no:cacheprovider
+# All of these: functions in C that `test_exactness.py` does not call.
+EXACT_ON_ARM := $(addprefix tests/kernels/,test_activations.py test_recurrence.py::test_any_sizes_are_right)
 RANKS_ON_ARM := test_ranks.py data_parallel launch_local/test_run.py
 test-arm: $(WHEELS)
 	@$(LOCK) $(MAKE) -s VENV=$(WHEEL_VENV) REQUIREMENTS=requirements/wheel.txt $(WHEEL_VENV)/pins-$(VERSION)
 	@$(ON_ARM) tests/loops tests/kernels/test_exactness.py $(addprefix tests/distributed/,$(RANKS_ON_ARM)) $(ARGS)
 	@NANO_LOOP_KERNELS=neon $(ON_ARM) tests/kernels/test_exactness.py
+	@for level in neon sve; do NANO_LOOP_KERNELS=$$level $(ON_ARM) --one-of 1 $(EXACT_ON_ARM) || exit 1; done
 
 # The upper bound in the users' suite, for `make bench ARGS="--suite users"`.
 ready-jax:

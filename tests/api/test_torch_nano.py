@@ -381,7 +381,8 @@ def test_options_are_attributes_that_cannot_be_set():
     assert loop.cpu_for_each_process == [[0]]
     assert TorchNano().cpu_for_each_process is None
     assert (TorchNano().num_processes, TorchNano(num_processes=3).num_processes) == (1, 3)
-    assert (loop.dtype, TorchNano(precision="bf16").dtype) == (torch.float32, torch.bfloat16)
+    dtypes = {32: torch.float32, "bf16": torch.bfloat16, "bf16-true": torch.bfloat16, 64: torch.float64}
+    assert {precision: TorchNano(precision=precision).dtype for precision in dtypes} == dtypes
     for name in (*found, "cpu_for_each_process", "dtype"):
         with pytest.raises(AttributeError, match=name):
             setattr(loop, name, 2)

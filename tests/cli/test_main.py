@@ -124,13 +124,6 @@ def test_no_command_waits_for_torch():
         assert words in done.stdout
 
 
-def test_run_waits_for_no_other_command():
-    shown = "import sys; from nano_loop.cli.main import main; main(['run', '--json', '-']); print(*sys.modules)"
-    loaded = set(python(["-c", shown]).stdout.splitlines()[-1].split())
-    assert "nano_loop.cli.run" in loaded
-    assert not loaded & {f"nano_loop.cli.{name}" for name in ("doctor", "env", "profile", "tune", "tuning.search")}
-
-
 def test_ctrl_c_ends_with_the_code_of_a_shell(monkeypatch):
     def interrupted(**_):
         raise KeyboardInterrupt

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -141,37 +140,6 @@ def test_damaged_library_of_the_package_is_not_loaded(package, monkeypatch, name
     assert reason in found
     assert found.endswith("reinstall nano_loop")
     assert build.summary() == (f"no C kernels: {found}" if name == "openmp" else f"C kernels {SUPPORTED[-1].name}")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SUPPORTED, reason="the CPU has no AVX2")
-def test_run_with_a_damaged_package_trains_and_its_report_says_why_by_torchs_kernels(package, tmp_path):
-    for name in ("openmp", "norms", "bernoulli"):
-        package(name, DAMAGES["half of it"][0] if name != "openmp" else lambda content: content)
-    source = Path(build.__file__).parents[1]
-    shutil.copytree(
-        source, tmp_path / "nano_loop", ignore=shutil.ignore_patterns("prebuilt", "__pycache__"), dirs_exist_ok=True
-    )
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "CC": "no-such-cc"}
-    command = [sys.executable, "-W", "ignore", "-c", LOADED]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environ)
-    assert done.stdout.count("is truncated at byte") == 2
-    assert done.stdout.endswith("no_kernel no_kernel\n")
-
-
-LOADED = """
-import torch
-from nano_loop import nano
-def train(model, optimizer):
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.rand(64, 256)).square().mean().backward()
-        optimizer.step()
-model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Dropout(), torch.nn.LayerNorm(256))
-train = nano(precision="bf16", verbose=False)(train)
-train(model, torch.optim.AdamW(model.parameters()))
-print(train.report, train.report["fast_dropout"].code, train.report["fast_norm"].code)
-"""
 
 
 @pytest.mark.skipif(LEVELS[0] not in SUPPORTED, reason="the CPU has no bf16 instructions of AVX-512")

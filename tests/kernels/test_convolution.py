@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.compared.convolution_gradients import OF_GROUPS, call_of, gradients, inputs, standing_in
+from kernels.compared.convolution_gradients import gradients, inputs, standing_in
 from kernels.compared.convolutions import NHWC, arguments, by_torch, depthwise_case
-from nano_loop.kernels.convolution import convolution, depthwise, gradient_plans, weight_gradient
+from nano_loop.kernels.convolution import convolution, depthwise, gradient_plans
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch does not hand out its kernels")
 
@@ -26,11 +26,10 @@ def in_force():
         yield left
 
 
-@pytest.mark.parametrize(("groups", "fewest"), [(12, 1), (24, 1 << 20)])
-def test_other_groups_than_channels_and_few_elements_have_no_depthwise_function(monkeypatch, groups, fewest):
+def test_other_groups_than_channels_have_no_depthwise_function(monkeypatch):
     assert depthwise.KERNEL.unavailable is None
-    monkeypatch.setattr(depthwise, "MIN_ELEMENTS", fewest)
-    assert not depthwise.supports(*depthwise_case(channels=24), groups)
+    monkeypatch.setattr(depthwise, "MIN_ELEMENTS", 1)
+    assert not depthwise.supports(*depthwise_case(channels=24), 12)
 
 
 def test_bias_meets_a_gradient_that_is_a_slice_of_another(in_force):
@@ -41,14 +40,6 @@ def test_bias_meets_a_gradient_that_is_a_slice_of_another(in_force):
     ours, exact = gradients(joined, tensors), gradients(joined, tensors, torch.float64)
     torch.testing.assert_close(ours[2].double(), exact[2], rtol=0.01, atol=0.01)
     assert in_force[0] == (True, True, False)
-
-
-def test_gradients_of_few_elements_are_torchs(in_force, monkeypatch):
-    function, tensors, geometry, left = call_of(**OF_GROUPS.cases["depthwise, 5x5, stride"])
-    for elements in (3 * 8 * 5 * 4, 3 * 8 * 5 * 4 + 1):
-        monkeypatch.setattr(gradient_plans, "MIN_ELEMENTS", elements)
-        gradients(function, tensors, **geometry)
-    assert in_force == [*left, (True, True, True)]
 
 
 TRANSPOSED = inputs(kernel=(2, 2), transposed=True)
@@ -109,16 +100,3 @@ def test_every_plan_gives_torch_s_gradients(case):
             if asked:
                 assert ours.dtype is torch.bfloat16
                 assert (ours - torchs).float().norm() < 0.01 * torchs.float().norm(), plan
-
-
-def test_blocks_are_for_nhwc_and_fp32_for_groups_and_few_channels():
-    def weights(**case):
-        return {plan.weight for plan in gradient_plans.plans(planned(**case))}
-
-    blocks = {"blocks"} if weight_gradient.KERNEL.unavailable is None else set()
-    assert weights() == {"torch"} | blocks
-    assert weights(layout=torch.contiguous_format) == {"torch"}
-    assert weights(channels=4) == {"torch", "fp32"} | blocks
-    assert weights(groups=8) == {"torch", "fp32"}
-    assert weights(transposed=True, outputs=3) == {"torch"} | blocks
-    assert weights(mask=(True, False, False)) == {"torch"}

@@ -10,7 +10,6 @@ from torch import nn
 
 from kernels.compared.products import factors
 from nano_loop import accelerated
-from nano_loop.kernels import override
 from nano_loop.kernels.attention import flash_attention
 from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product
@@ -19,7 +18,6 @@ from nano_loop.patching.operators import gives_kernels
 from nano_loop.steps import models
 
 in_runs = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
-CHOOSE = override.Override._is_chosen
 SEEDS, WORDS = 25, 1000
 IMAGES, ROWS = (8, 32, 12, 12), (64, 5, 48)
 
@@ -103,27 +101,6 @@ def test_errors_over_seeds_are_at_most_torchs(called, name):
 def run_of(model, **options):
     """Run a model, in which only products, norms and attention may be replaced."""
     return accelerated(model, verbose=False, tune_operators=False, fast_dropout=False, **options)
-
-
-@in_runs
-@pytest.mark.parametrize(
-    ("make", "shape", "options"),
-    [
-        (
-            lambda: nn.TransformerEncoderLayer(48, 3, 48, dropout=0.0, batch_first=True),
-            (4, 20, 48),
-            {"fast_linear": False},
-        ),
-        (*MODELS["linear"], {}),
-    ],
-    ids=["attention", "products"],
-)
-def test_function_is_not_taken_unless_it_was_measured_to_be_faster(called, monkeypatch, make, shape, options):
-    monkeypatch.setattr(override.Override, "_is_chosen", CHOOSE)
-    model = make()
-    with run_of(model, **options):
-        model(torch.randn(shape, requires_grad=True)).sum().backward()
-    assert {"fp32_attention_forward", "fp32_attention_backward", "fp32_product"}.isdisjoint(called)
 
 
 def normed(call):

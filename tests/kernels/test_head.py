@@ -526,25 +526,31 @@ def masked_after_the_loss(model):
     loss.backward()
 
 
+def interrupted(model):
+    def interrupt(gradient):
+        raise InterruptedError
+
+    words, targets = batch()
+    loss = nano_gpt(model(words), targets)
+    handle = model.inner.weight.register_hook(interrupt)
+    with pytest.raises(InterruptedError):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    model.zero_grad()
+    loss.backward()
+
+
 @pytest.mark.parametrize(
     "train",
     [
         *(scaled_twice, backward_twice, of_two_heads, with_a_penalty, with_a_second_derivative, with_torch_func),
-        *(
-            with_a_checkpoint,
-            with_hooks_on_the_head,
-            with_generation_between,
-            with_a_compiled_loss,
-            masked_after_the_loss,
-        ),
+        *(with_a_checkpoint, with_hooks_on_the_head, with_generation_between, with_a_compiled_loss),
+        *(masked_after_the_loss, interrupted),
     ],
 )
-@pytest.mark.parametrize("is_lazy", [False, True])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch, where a graph breaks
-def test_gradients_are_torchs(train, is_lazy, monkeypatch):
+def test_gradients_are_torchs(train):
     models = model_of(), model_of()
-    if not is_lazy:
-        monkeypatch.undo()
     train(models[0])
     with accelerated(models[1], fast_cross_entropy=True, verbose=False):
         train(models[1])

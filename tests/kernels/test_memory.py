@@ -1,7 +1,6 @@
 """C functions only accept tensors as declared, and get memory that no default setting of torch affects."""
 
 import ast
-import ctypes
 import functools
 import importlib
 import pkgutil
@@ -17,8 +16,7 @@ from torch import nn
 from nano_loop import kernels, nano
 from nano_loop.kernels import compiler
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.convolution import blocked_convolution, weight_gradient
-from nano_loop.kernels.linear import product
+from nano_loop.kernels.convolution import weight_gradient
 from nano_loop.kernels.memory import CONTIGUOUS, DENSE, Pointer, UnsupportedTensorError, attempt, check
 from nano_loop.optimizers import split_steps
 from nano_loop.patching.operators import gives_kernels
@@ -68,19 +66,6 @@ def test_declaration_of_each_function_is_that_of_its_source(kernel, function):
     for name, pointer in zip(names, kernel.functions[function], strict=True):
         expected = TYPES.get(pointer.dtypes[0]) if len(pointer.dtypes) == 1 else None
         assert expected in (None, name)
-
-
-@pytest.mark.parametrize(
-    ("structure", "words"),
-    [
-        (product._Call, 3 + 2 + 2 + 1 + 4 + 5),
-        (weight_gradient._Call, 7 + 4 * 2 + 2 * 3 + 4 + 4),
-        (blocked_convolution._Call, 7 + 4 * 2 + 2 * 3 + 4),
-    ],
-    ids=["product", "weight_gradient", "blocked_convolution"],
-)
-def test_structures_of_calls_are_those_of_the_c_files(structure, words):
-    assert ctypes.sizeof(structure) == 8 * words
 
 
 def test_bound_of_positions_is_that_of_the_c_file():

@@ -201,30 +201,6 @@ def test_batch_norm_of_a_copy_is_as_exact_as_torchs(in_nhwc):
 
 
 @is_each
-def test_second_derivatives_transforms_and_hooks_get_fp32(name, kept_in_fp32):
-    model, x = built(name)
-
-    def train(model, x):
-        first = gradients(model, x, create_graph=True)
-        second = []
-        if not isinstance(model, Attending):  # torch's attention has no second derivative
-            second = torch.autograd.grad(first[0].square().sum(), [*model.parameters()], allow_unused=True)
-        batched = torch.autograd.grad(
-            model(x), x, torch.ones(2, *model(x).shape), is_grads_batched=True, materialize_grads=True
-        )
-        parameters = {key: each.detach() for key, each in model.named_parameters()}
-        by_transform = torch.func.grad(lambda given: torch.func.functional_call(model, given, (x.detach(),)).sum())
-        return [*first, *(each for each in second if each is not None), *batched, *by_transform(parameters).values()]
-
-    ours = accelerated(train, model, leaf(x))
-    with kept_in_fp32():
-        expected = accelerated(train, model, leaf(x))
-    for found, other in zip(ours, expected, strict=True):
-        assert found.dtype is FP32
-        assert (found - other).norm() <= 2**-7 * other.norm() + 1e-6
-
-
-@is_each
 def test_backward_may_run_twice_and_after_the_run(name):
     model, x = built(name)
     x = leaf(x)
@@ -284,31 +260,6 @@ def test_outputs_that_hooks_have_packed_are_left_to_them():
         calls.clear()
         assert all(map(torch.equal, accelerated(gradients, model, leaf(x)), expected))
         assert len(calls) == count
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoints_recompute_the_same_gradients(use_reentrant):
-    model, x = built("perceptron")
-
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=use_reentrant)
-
-    ours = accelerated(
-        lambda model, x: [each.clone() for each in gradients_in_place(model, x)], Checkpointed(), leaf(x)
-    )
-    expected = accelerated(lambda model, x: [each.clone() for each in gradients_in_place(model, x)], model, leaf(x))
-    assert all(map(torch.equal, ours, expected))
-
-
-def gradients_in_place(model, x):
-    model.zero_grad()
-    model(x).square().mean().backward()
-    return [each.grad for each in model.parameters()]
 
 
 class Written(nn.Module):

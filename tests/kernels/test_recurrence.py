@@ -334,16 +334,6 @@ def test_layers_in_fp32_are_in_c_where_that_is_faster_before_they_are_measured(
     assert not recurrences(called)
 
 
-def test_gradients_that_are_not_needed_are_not_computed(called):
-    model = layer("LSTM", 40, 48)
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter is model.weight_hh_l0)
-    with in_c():
-        model(inputs_of(model, 6, 9))[0].sum().backward()
-    assert recurrences(called) == called
-    assert [parameter.grad is None for parameter in model.parameters()] == [True, False, True, True]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden", [45, 300])
 def test_fewer_threads_than_asked_for_compute_all_parts(hidden):

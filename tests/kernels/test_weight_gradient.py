@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernels.compared.convolutions import NHWC, WEIGHT_GRADIENT, arguments, by_torch, gradients
 from kernels.compared.oracle import drawn, pairs, rms
 from nano_loop.kernels.convolution import blocked_convolution, convolution, weight_gradient
-from nano_loop.kernels.convolution.gradient_plans import Plan, first_guess
+from nano_loop.kernels.convolution.gradient_plans import Plan
 
 pytestmark = pytest.mark.skipif(
     weight_gradient.KERNEL.unavailable is not None, reason=str(weight_gradient.KERNEL.unavailable)
@@ -91,19 +91,3 @@ def test_the_bias_is_the_sum_of_the_gradient_and_nothing_is_asked_of_torch():
 
     _, _, bias = convolution._by_plan(convolution._supports(not_called, *given), Plan(weight="blocks"))
     assert torch.equal(bias, given.gradient.sum([0, 2, 3]))
-
-
-@pytest.mark.parametrize("other", WEIGHT_GRADIENT.others)
-def test_other_convolutions_are_not_guessed_to_be_in_blocks(other):
-    assert first_guess(WEIGHT_GRADIENT.others[other](arguments())).weight != "blocks"
-
-
-def test_large_convolutions_are_the_first_guess_unless_amx_is_there_and_not_for_this_process(monkeypatch):
-    large = arguments(images=8, channels=64, outputs=64, size=(20, 20))
-    monkeypatch.setattr(weight_gradient.KERNEL, "is_first_guess", not weight_gradient.KERNEL.uses_amx)
-    assert first_guess(large).weight == "blocks"
-    assert first_guess(arguments()).weight != "blocks"
-    assert first_guess(arguments(images=3, channels=64, outputs=64, size=(40, 40))).weight != "blocks"
-    monkeypatch.setattr(weight_gradient.KERNEL, "is_first_guess", False)
-    monkeypatch.setattr(weight_gradient.KERNEL, "uses_amx", False)
-    assert first_guess(large).weight != "blocks"

@@ -69,13 +69,6 @@ def test_copies_are_as_plain_as_the_model(model, optimizer, loader, by_hand=unto
     return [[(name, type(m), sorted(vars(m))) for name, m in each.named_modules()] for each in copies]
 
 
-@pair(job("adam", optimizer=ADAM), configs=[EXACT, BF16, *WITH_IPEX])
-def test_a_copied_optimizer_is_plain(model, optimizer, loader, by_hand=untouched):
-    fit(model, optimizer, loader, by_hand, epochs=1)
-    copies = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
-    return [(type(each), sorted(vars(each)), each.state_dict()) for each in copies]
-
-
 MODEL = """
     import torch
 

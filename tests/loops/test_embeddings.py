@@ -17,7 +17,6 @@ from nano_loop.kernels import embedding
 from nano_loop.optimizers import row_steps
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.patch_table import left_by_runs
-from nano_loop.patching.torch_private import address_of
 
 pytestmark = [
     pytest.mark.skipif(embedding.KERNEL.unavailable is not None, reason=str(embedding.KERNEL.unavailable)),
@@ -201,15 +200,6 @@ def restoring_the_state_by_hand(model, optimizer, words, number):
     plainly(model, optimizer, words, number)
 
 
-def loading(model, optimizer, words, number):
-    plainly(model, optimizer, words, number)
-    if number == 2:
-        loading.saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    if number == 4:
-        model.load_state_dict(loading.saved[0])
-        optimizer.load_state_dict(loading.saved[1])
-
-
 def writing_into_a_mapped_checkpoint(model, optimizer, words, number, folder=[]):  # noqa: B006
     plainly(model, optimizer, words, number)
     if number == 2:
@@ -256,7 +246,7 @@ def in_two_losses(model, optimizer, words, number):
 
 LOOPS = (
     *(plainly, accumulating, clipping, keeping, skipping_steps, twice_backward, with_hooks, penalizing),
-    *(by_hand_between, restoring_the_state_by_hand, loading, writing_into_a_mapped_checkpoint),
+    *(by_hand_between, restoring_the_state_by_hand, writing_into_a_mapped_checkpoint),
     *(states_in_one_memory, adding_a_group, in_two_losses),
 )
 
@@ -411,42 +401,22 @@ def test_gradients_may_become_sparse():
     assert_equal(Pairs, OPTIMIZERS["SGD"], loop)
 
 
-def test_a_table_stays_in_memory_and_only_its_rows_are_cleared():
-    torch.manual_seed(0)
-    model = Pairs()
-    optimizer = Adam(model.parameters(), fused=True)
-    places = []
-    with accelerated(model, optimizer, verbose=False) as run:
-        for number in range(STEPS):
-            plainly(model, optimizer, torch.randint(ROWS, (12, 3)), number)
-            places.append(address_of(model.users.weight.grad))
-        assert "fast_embedding" in {result.name for result in run.report.results}
-    assert len(set(places[2:])) == 1
-
-
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("kind", [Adam, lambda p, **options: SGD(p, 0.1, momentum=0.9, **options)])
-def test_versions_rise_as_in_torchs_loop_and_states_are_looked_through_once(kind, fused, monkeypatch):
+def test_versions_rise_as_in_torchs_loop(kind, fused):
     torch.manual_seed(0)
     model = Pairs()
     optimizer = kind(model.parameters(), fused=fused)
-    called, kernel = [], embedding.KERNEL
-    monkeypatch.setattr(embedding, "KERNEL", lambda name, *given: called.append(name) or kernel(name, *given))
     with row_steps_counted() as taken, accelerated(model, optimizer, verbose=False):
         for number in range(STEPS):
             states = [value for state in optimizer.state.values() for value in state.values() if number > 1]
             tensors = [model.users.weight, model.items.weight, *(each for each in states if each.dim())]
             before = [each._version for each in tensors]
-            called.clear()
             plainly(model, optimizer, torch.randint(ROWS, (12, 3)), number)
             assert [each._version > version for each, version in zip(tensors, before, strict=True)] == (
                 [fused is None] * len(tensors)
             )
-        for _ in range(2):
-            called.clear()
-            plainly(model, optimizer, torch.randint(ROWS, (12, 3)), STEPS)
     assert counted_where_torch_computes_alike(len(taken)) > STEPS
-    assert "mark_states" not in called
 
 
 def test_the_table_that_a_loop_drops_is_freed():
@@ -458,13 +428,6 @@ def test_the_table_that_a_loop_drops_is_freed():
         key = id(model.users.weight)
         del model
         assert key not in embedding.row_gradients
-
-
-def test_code_that_is_not_set_up_is_torchs():
-    model, other = Pairs(), Pairs()
-    with accelerated(model, SGD(model.parameters(), lr=0.1), verbose=False):
-        other(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
-        assert embedding.row_gradient_of(other.users.weight) is None
 
 
 def test_another_arithmetic_of_torch_is_left_to_it(monkeypatch):

@@ -11,7 +11,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from nano_loop import nano
 
 from .nested import differences
-from .pairs import NHWC, NHWC_BF16, NHWC_FUSED, Config, built, run_accelerated, run_plain, untouched
+from .pairs import NHWC, Config, built, run_accelerated, run_plain, untouched
 from .tasks import ADAM, SGD, ConvNet, fit, images, job, steps
 
 # Another layout sums in another order: a step differs by 1e-6, and a few steps of SGD stay below 1e-4.
@@ -43,11 +43,6 @@ def plainest(model, optimizer, loader):
     return fit(model, optimizer, loader, untouched)
 
 
-@pytest.mark.parametrize("model", [ConvNet, Flattening])
-def test_close_to_the_usual_layout(model):
-    against_plain(model, plainest)
-
-
 def views_in_the_loop(model, optimizer, loader):
     """Calls `view` on outputs, inputs, gradients and weights, as loops do that log norms or flatten by hand."""
     outputs = []
@@ -69,24 +64,6 @@ def weights_through_a_vector(model, optimizer, loader):
     vector = parameters_to_vector(model.parameters())
     vector_to_parameters(vector * 0.9, model.parameters())
     return vector, plainest(model, optimizer, loader)
-
-
-@pytest.mark.parametrize("options", [{}, {"fused_optimizer": False}], ids=["fused", "unfused"])
-def test_weights_replaced_through_a_vector(options):
-    against_plain(ConvNet, weights_through_a_vector, replace(LOOSE, options={"channels_last": True, **options}))
-
-
-@pytest.mark.parametrize("config", [NHWC, NHWC_FUSED, NHWC_BF16], ids=lambda c: c.name)
-def test_the_layout_is_channels_last_inside_and_as_before_outside(config):
-    seen = []
-
-    def loop(model, optimizer, loader, by_hand=untouched):
-        model.features[3].register_forward_hook(lambda m, args, out: seen.append(args[0]))
-        assert model.features[0].weight.is_contiguous()
-        return fit(model, optimizer, loader, by_hand)
-
-    run_accelerated(job(model=ConvNet, loader=images), loop, config)
-    assert all(t.is_contiguous(memory_format=torch.channels_last) for t in seen)
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
@@ -134,9 +111,21 @@ def batches_after_the_call(model, optimizer, loader):
     return outputs
 
 
-@pytest.mark.parametrize(("model", "loop"), [(ConvNet, views_in_the_loop), (InPlace, batches_after_the_call)])
-def test_loop_that_counts_on_the_usual_layout(model, loop):
-    against_plain(model, loop)
+WITH_FUSED_STEPS = replace(LOOSE, options={"channels_last": True})
+
+
+@pytest.mark.parametrize(
+    ("model", "loop", "config"),
+    [
+        (Flattening, plainest, LOOSE),
+        (ConvNet, views_in_the_loop, LOOSE),
+        (InPlace, batches_after_the_call, LOOSE),
+        *((ConvNet, weights_through_a_vector, config) for config in (LOOSE, WITH_FUSED_STEPS)),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_loop_that_counts_on_the_usual_layout(model, loop, config):
+    against_plain(model, loop, config)
 
 
 def test_a_compiled_model_that_counts_on_the_usual_layout():

@@ -658,12 +658,6 @@ def test_samples_of_other_classes_are_fetched_by_them(dataset, make):
     assert changes == {"collate_fn": collate}
 
 
-def test_tensors_replaced_in_the_dataset_are_seen(fast, dataset):
-    loader = fast(DataLoader(dataset, batch_size=4))
-    dataset.tensors = (torch.zeros(23, 1),)
-    assert torch.equal(next(iter(loader))[0], torch.zeros(4, 1))
-
-
 def test_writing_into_a_batch_reaches_neither_the_dataset_nor_other_rows(fast):
     arrays, tensors = [np.ones(2), np.ones(2)], TensorDataset(torch.ones(2, 2))
     for data in (arrays, tensors):

@@ -46,7 +46,9 @@ def test_the_log_shows_where_each_cast_is(capfd):
     losses = train(*parts())
     log = train.report["log_casts"].data
     by_place = rows(train.report)
-    assert by_place["fp32", "bf16", "forward", "first"].casts == 3  # the input, the weight and the bias
+    first = by_place["fp32", "bf16", "forward", "first"]
+    assert (first.casts, first.again) == (3, 0)  # of the input, the weight and the bias
+    assert first.cast_bytes == (4 + 2) * (8 * 16 + 16 * 32 + 32)
     assert by_place["bf16", "fp32", "backward", "first"].casts >= 2  # gradients of the weight and the bias
     assert by_place["bf16", "fp32", "forward", ""].line.startswith("test_log_casts.py:")  # the output
     assert str(log) in (text := capfd.readouterr().err)

@@ -9,7 +9,7 @@ from distributed import small
 from loops.pairs import has_ipex
 from torch import nn
 
-from nano_loop import NanoConfigError, TorchNano, all_gather, nano
+from nano_loop import NanoConfigError, all_gather, nano
 
 QUIET = {"verbose": False}
 in_bf16 = nano(precision="bf16-true", **QUIET)
@@ -175,11 +175,6 @@ def test_loop_goes_on_after_a_step_that_raises():
     assert loop(model, Failing(model.parameters(), 1e-3)) < 10
     assert failed == [True]
     assert {each.dtype for each in model.parameters()} == {torch.float32}
-
-
-def test_class_has_the_precision_and_its_dtype():
-    for precision, dtype in ((64, torch.float64), ("bf16-true", torch.bfloat16), (32, torch.float32)):
-        assert TorchNano(precision=precision).dtype is dtype
 
 
 @pytest.mark.usefixtures("nothing_left")

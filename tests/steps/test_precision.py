@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from nano_loop import NanoConfigError, NanoWarning, disable_casts, nano
+from nano_loop import NanoConfigError, NanoWarning
 from nano_loop.precision.autocast.autocast import can_train_lstms
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import precision
@@ -222,15 +222,6 @@ def test_encoder_computes_padded_positions_where_torch_does(step):
         torch.testing.assert_close(output, exact, rtol=0.05, atol=0.05)
 
 
-def test_undoing_gives_fp32_back(step):
-    model = Net()
-    made = step(Precision, precision="bf16")
-    made.apply(TrainingObjects([model]))
-    made.interceptors.close()
-    model(X)
-    assert model.seen is torch.float32
-
-
 @pytest.mark.parametrize(("sets", "cost"), [(SLOW, "400 times"), ((*SLOW, "avx512bw"), "slower than fp32")])
 def test_cpu_without_the_instructions_is_warned_about_and_told_of_auto(step, machine, sets, cost):
     made = step(Precision, on=machine(instruction_sets=sets), precision="bf16")
@@ -306,32 +297,6 @@ def test_objects_of_other_classes_are_returned_as_the_model_made_them(step, prec
     step(kind, precision=precision).apply(TrainingObjects([model]))
     assert model(X)["out"] is made[0]
     assert made[0].hidden.dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner", "dtypes"),
-    [
-        ("bf16", 32, [torch.bfloat16] * 3),
-        ("bf16", "bf16", [torch.bfloat16] * 3),
-        (32, "bf16", [torch.float32, torch.bfloat16, torch.float32]),
-    ],
-)
-def test_precision_of_a_run_inside_another_one_holds_until_it_ends_if_it_is_not_32(outer, inner, dtypes):
-    model, seen = Net(), []
-
-    def call(model):
-        assert model(X)["logits"].dtype is torch.float32
-        seen.append(model.seen)
-
-    def train(model):
-        call(model)
-        nano(precision=inner, verbose=False)(call)(model)
-        call(model)
-        with disable_casts():
-            call(model)
-
-    nano(precision=outer, verbose=False)(train)(model)
-    assert seen == [*dtypes, torch.float32]
 
 
 class Adapted(Net):

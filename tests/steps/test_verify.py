@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import json
-import warnings
 
 import pytest
 import torch
@@ -269,31 +268,6 @@ def test_call_computes_the_same_whether_or_not_it_can_be_compared(call, length, 
     assert all(map(torch.equal, found, plain))
     assert filled == length
     assert report["verify"].data["Mixing"].ok if told is None else report["verify"].status == "skipped"
-
-
-def test_a_module_that_the_model_reaches_otherwise_keeps_its_gradient(monkeypatch):
-    torch.manual_seed(1)
-    reached = nn.Linear(4, 4)
-    monkeypatch.setattr(Mixing, "forward", lambda self, x: self.last(reached(x)))
-
-    def gradients(verify):
-        seen = []
-
-        def note(optimizer):
-            optimizer.step()
-            seen.append(reached.weight.grad.clone())
-
-        reached.zero_grad()
-        reached.weight.grad = torch.zeros(4, 4)
-        steps_of(lambda model, other, memory: model(X) + 0 * reached.weight.sum(), verify, note)
-        return seen
-
-    plain = gradients(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NanoWarning)  # the copies cannot be called in fp64
-        found = gradients(True)
-    assert len(found) == len(plain) == 2
-    assert all(map(torch.equal, found, plain))
 
 
 @torch.no_grad()

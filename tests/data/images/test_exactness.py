@@ -48,10 +48,9 @@ def quietly(deprecated):
         return deprecated()
 
 
-def hooked():
-    resize = v1.Resize((20, 24))
-    resize.register_forward_hook(lambda module, given, image: image.rotate(random.randint(0, 90)))
-    return resize
+def with_a_hook(transform):
+    transform.register_forward_hook(lambda module, given, image: image.rotate(random.randint(0, 90)))
+    return transform
 
 
 PIPELINES = {
@@ -98,7 +97,7 @@ PIPELINES = {
     "random lambda behind": lambda: compose(v1.Resize((20, 20)), v1.Lambda(noisy), *END),
     "metadata": lambda: compose(v1.Resize((20, 20)), v1.Lambda(lambda image: len(repr(image.info)))),
     "own class": lambda: compose(OwnResize((20, 20)), *END),
-    "hook": lambda: compose(hooked(), v1.CenterCrop(20), *END),
+    "hook": lambda: compose(with_a_hook(v1.Resize((20, 24))), v1.CenterCrop(20), *END),
     "nested": lambda: compose(compose(v1.Resize(24), v1.RandomCrop(20)), compose(*END)),
     "weights": lambda: torch_presets().ImageClassification(crop_size=20, resize_size=24),
     "v2": lambda: compose2(v2.Resize((20, 20)), v2.RandomHorizontalFlip(), *END2),
@@ -241,6 +240,7 @@ LEFT_ALONE = {
     "loader of its own": lambda data: datasets.ImageFolder(data.root, data.transform, loader=Image.open),
     "transform of its own": lambda data: datasets.ImageFolder(data.root, lambda image: END[0](image)),
     "no transform": lambda data: datasets.ImageFolder(data.root),
+    "hook of the pipeline": lambda data: datasets.ImageFolder(data.root, with_a_hook(compose2(v2.Resize((20, 20))))),
 }
 
 
@@ -337,8 +337,42 @@ def without_a_pipeline(data):
         yield
 
 
+class Doubled(v1.Normalize):
+    """Is unknown, like any subclass."""
+
+    def forward(self, image):
+        return 2 * super().forward(image)
+
+
+#: Changes of the transforms in a pipeline; the first one leaves them as they are, so that later ones meet its entries.
+CHANGES = [
+    lambda steps: None,
+    lambda steps: setattr(steps[0], "size", [10, 10]),
+    lambda steps: steps[0].size.__setitem__(0, 10),
+    lambda steps: steps[0].register_forward_hook(lambda module, given, image: image.rotate(90)),
+    lambda steps: setattr(steps[0], "forward", lambda image: image.rotate(90)),
+    lambda steps: setattr(steps[2], "__class__", Doubled),
+    lambda steps: setattr(steps[2], "mean", [0.1]),
+    lambda steps: steps.__setitem__(0, v1.Resize([9, 9])),
+    lambda steps: steps.__setitem__(0, v2.Resize([8, 8])),
+    lambda steps: steps.insert(0, v1.Grayscale(3)),
+    lambda steps: steps.pop(),
+]
+
+
+def changed_in_place(data):
+    for change in CHANGES:
+        data.transform = compose(v1.Resize([8, 8]), v1.ToTensor(), v1.Normalize([0.1, 0.2, 0.3], [1.0] * 3))
+        change(data.transform.transforms)
+        yield
+
+
 @pytest.mark.parametrize(
-    "changes", [resized_by_and_by, transformed_anew, other_files, decoded_differently, without_a_pipeline]
+    "changes",
+    [
+        *(resized_by_and_by, transformed_anew, other_files, decoded_differently, without_a_pipeline),
+        changed_in_place,
+    ],
 )
 @pytest.mark.parametrize("size", [22, 5])
 def test_dataset_that_the_loop_changes_between_epochs_or_batches(pictures, changes, size):

@@ -13,7 +13,6 @@ from nano_loop.steps.kernel_table import KERNEL_STEPS
 BY_NAME = {kind.name: kind for kind in KERNEL_STEPS}
 #: Makes sizes of any kind large enough, and the functions in C the default choice.
 THRESHOLDS = {
-    BY_NAME["fast_cross_entropy"]: [],
     BY_NAME["fast_linear"]: [
         *((linear, "MIN_MULTIPLICATIONS", 1), (models, "LARGE", 1)),
         (product.KERNEL, "is_first_guess", True),
