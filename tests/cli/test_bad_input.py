@@ -17,7 +17,6 @@ REFUSED = [
     (["doctor", "frob"], ["frob"]),
     (["env", "--jemalloc", "--tcmalloc"], ["a process has one allocator"]),
     (["env", "--undo", "--jemalloc"], ["--undo restores everything"]),
-    (["env", "--shell", "fish"], ["--shell: it was removed: the lines are for POSIX shells. Omit it"]),
     (["run", "no_such_script.py"], ["no_such_script.py: there is no such file. Check the path of the script"]),
     (["run", "-m", "no_such_module.train"], ["-m no_such_module.train: there is no such module. Check its name"]),
     (["run", "-m", ""], ["-m : there is no such module"]),
