@@ -29,9 +29,6 @@ def is_older_than(major: int, minor: int) -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) < (major, minor)
 
 
-#: Called by all public functions that switch deterministic mode, even if a script imported them by name.
-SETTER_OF_DETERMINISM = (torch._C, "_set_deterministic_algorithms")
-
 #: Called by `functional.cross_entropy` and `functional.nll_loss`, even if a script imported them by name.
 ROW_LOSSES = (torch._C._nn, ("cross_entropy_loss", "nll_loss_nd"))
 

@@ -150,14 +150,6 @@ class ChannelsLast(Step):
                 self._turn(model, in_nhwc)
 
     @override
-    def forget_times(self) -> None:
-        self._chosen = []
-        for trial in self._trials:
-            trial.forget()
-            if (model := trial.model()) is not None:
-                self._turn(model, trial.guess)
-
-    @override
     def final_result(self) -> StepResult | None:
         """Return the step time in each layout, or why it was not measured."""
         words = dict.fromkeys(str(trial) for trial in self._trials)

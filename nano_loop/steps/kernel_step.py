@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.override import Override
-from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -99,7 +98,6 @@ class KernelStep(Step):
         self._has_calls = False  # whether a set-up model seems to call the replaced operators
         self._calls_before = 0  # the functions' number of calls when they were activated
         self._in_force: ExitStack | None = None
-        self._models: Any = WeakIdKeyDictionary()
         self._calls = 0
         self._is_idle = False  # whether torch's kernels were restored
         self._looks = ExitStack()  # subscriptions to the clock
@@ -149,10 +147,7 @@ class KernelStep(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        models = [] if self.row.is_for_all_code else parts.models
-        self._begin_with(models)
-        for model in models:
-            self._models[model] = True
+        self._begin_with([] if self.row.is_for_all_code else parts.models)
         reason = self.kernels.kernel.unavailable
         return self.kernels.says if reason is None else f"{self.kernels.says_without_kernel}{for_report(reason)}"
 
@@ -172,11 +167,6 @@ class KernelStep(Step):
         if self._is_in_fp32:
             self._looks.close()
             self._looks.callback(self.clock.at_doublings(self._look, LOOKS_FROM))
-
-    @override
-    def forget_times(self) -> None:
-        if self._models and self._in_force is None:  # restored, since no call was faster
-            self._begin_with([*self._models])
 
     @override
     def final_result(self) -> StepResult | None:
