@@ -209,7 +209,6 @@ CHUNKED, HEAD = ("chunks._Chunked", "logits._Placed"), functools.partial(Row, ar
 RMS, LOSSES = ("rms_norm._RmsNorm",), ("cross_entropy._Losses", "cross_entropy._Place")
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 RNNS = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn_tanh": nn.RNN, "rnn_relu": functools.partial(nn.RNN, nonlinearity="relu")}
-PROJECTED = lambda size, hidden, **settings: nn.LSTM(size, 3 * hidden, proj_size=hidden, **settings)  # noqa: E731
 ROWS = {
     **{name: RECURRENT(recurrent(kind), (5, 4, 6), operators=(f"{name}.input",)) for name, kind in RNNS.items()},
     **{
@@ -218,9 +217,8 @@ ROWS = {
     },
     **{
         f"{name}, packed, both ways": RECURRENT(packed(kind, 3, bidirectional=True), (5, 3, 6))
-        for name, kind in (RNNS | {"lstm, projected": PROJECTED}).items()
+        for name, kind in RNNS.items()
     },
-    "lstm, projected": RECURRENT(recurrent(PROJECTED), (5, 4, 6)),
     "gru of two layers": RECURRENT(recurrent(nn.GRU, num_layers=2), (5, 4, 6)),
     "gru with one bias": RECURRENT(with_one_bias, (5, 4, 6)),
     "gru in bf16": RECURRENT(recurrent(nn.GRU), (5, 4, 6), options=BF16),

@@ -1,7 +1,7 @@
 """torch's RNN, GRU and LSTM operators, computed layer by layer by `nano_loop.kernels.rnn.recurrence`.
 
 torch composes each time step of several operators, except for LSTMs with sequences of equal length, which oneDNN
-computes. For these, the faster algorithm is chosen.
+computes. For these, the faster algorithm is chosen. torch computes LSTMs with projections (``proj_size``).
 """
 
 from __future__ import annotations
@@ -86,14 +86,9 @@ class _Arguments:
         return _layer(self)
 
     @property
-    def is_projected(self) -> bool:
-        """Whether an LSTM projects its outputs."""
-        return self.states[0].size(-1) != self.states[-1].size(-1)
-
-    @property
     def is_onednns(self) -> bool:
         """Whether torch uses oneDNN for the layers."""
-        return self.mode == LSTM and self.batch_sizes is None and not self.is_projected
+        return self.mode == LSTM and self.batch_sizes is None
 
     @property
     def multiplications(self) -> int:
@@ -106,14 +101,11 @@ class _Arguments:
     @property
     def layers(self) -> list[Arguments]:
         """The tensors of all directions of all layers, each with the operator's inputs."""
-        count = _MATRIX * (1 + self.has_biases) + self.is_projected
+        count = _MATRIX * (1 + self.has_biases)
         layers = []
         for at, states in enumerate(zip(*(state.unbind(0) for state in self.states), strict=True)):
-            input_weight, hidden_weight, *others = self.weights[at * count : (at + 1) * count]
-            input_bias, hidden_bias = others[:2] if self.has_biases else (None, None)
-            projection = others[-1] if self.is_projected else None
+            weights = [*self.weights[at * count : (at + 1) * count], *[None] * (_MATRIX * (not self.has_biases))]
             cells = states[1] if self.mode == LSTM else None
-            weights = input_weight, hidden_weight, input_bias, hidden_bias, projection
             layers.append(Arguments(self.inputs, *weights, states[0], cells))
         return layers
 
@@ -296,16 +288,16 @@ def _offsets_of(call: _Arguments) -> Tensor | None:
 
 
 def _are_shapes_right(call: _Arguments) -> bool:
-    """Whether the shapes are those of torch's modules, on which the C function relies."""
-    directions, (_, batch, outputs), hidden = 1 + call.bidirectional, call.states[0].shape, call.states[-1].size(-1)
+    """Whether the shapes are those of torch's modules without projections, on which the C function relies."""
+    directions, (_, batch, hidden) = 1 + call.bidirectional, call.states[0].shape
     count, gates = call.num_layers * directions, GATES[call.mode] * hidden
-    if any(state.shape[:-1] != (count, batch) for state in call.states) or not min(outputs, hidden):
+    if any(state.shape != (count, batch, hidden) for state in call.states) or not hidden:
         return False
     of_biases: list[Sequence[int]] = [(gates,)] * (2 * call.has_biases)
     shapes = []
     for at in range(count):
-        size = call.inputs.size(-1) if at < directions else outputs * directions
-        shapes += [(gates, size), (gates, outputs), *of_biases, *[(outputs, hidden)] * call.is_projected]
+        size = call.inputs.size(-1) if at < directions else hidden * directions
+        shapes += [(gates, size), (gates, hidden), *of_biases]
     return [weight.shape for weight in call.weights] == shapes
 
 
@@ -316,8 +308,7 @@ def _dtypes(call: _Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
     if call.is_onednns:
         return torch.bfloat16, torch.bfloat16
     of_state = torch.promote_types(call.states[-1].dtype, torch.bfloat16)
-    is_product = call.mode in (RELU, TANH) or call.is_projected
-    return (torch.bfloat16 if is_product else of_state), of_state
+    return (torch.bfloat16 if call.mode in (RELU, TANH) else of_state), of_state
 
 
 def is_large(call: _Arguments, steps: int) -> bool:

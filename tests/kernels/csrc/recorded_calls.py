@@ -239,17 +239,15 @@ def draws(recorder, count, dtype, p, skipped=0):
 def recurrence_of(kind, size, hidden, lengths, *, is_reversed=False, in_bf16=False, seed=0):
     """Record a layer and its gradients. The expected values are those in fp64."""
     generator, gates = torch.Generator().manual_seed(seed), recurrent_layer.GATES[kind]
-    is_projected = kind == recurrent_layer.LSTM and hidden % 3 == 0
-    outputs, sizes = hidden // 3 if is_projected else hidden, [sum(n > i for n in lengths) for i in range(max(lengths))]
+    sizes = [sum(n > i for n in lengths) for i in range(max(lengths))]
 
     def normal(*shape):
         return torch.randn(shape, generator=generator).div(max(shape[-1], 9) ** 0.5).requires_grad_()
 
     tensors = recurrent_layer.Arguments(
-        *(normal(sum(lengths), size), normal(gates * hidden, size), normal(gates * hidden, outputs)),
+        *(normal(sum(lengths), size), normal(gates * hidden, size), normal(gates * hidden, hidden)),
         *(normal(gates * hidden), normal(gates * hidden) if seed % 2 else None),
-        normal(outputs, hidden) if is_projected else None,
-        *(normal(len(lengths), outputs), normal(len(lengths), hidden) if kind == recurrent_layer.LSTM else None),
+        *(normal(len(lengths), hidden), normal(len(lengths), hidden) if kind == recurrent_layer.LSTM else None),
     )
     offsets, is_packed = torch.tensor([0, *sizes]).cumsum(0), len(set(lengths)) > 1
     layer = recurrent_layer.Recurrence(kind, offsets, is_packed, is_reversed, in_bf16, (torch.float32,) * 2)
