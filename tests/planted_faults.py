@@ -441,12 +441,6 @@ FAULTS = (
         "tests/optimizers/test_torch_fused_steps.py",
     ),
     Fault(
-        "optimizers/torch_fused_steps.py",
-        '                if group["dampening"]:\n                    return False\n',
-        "",
-        "tests/optimizers/test_torch_fused_steps.py",
-    ),
-    Fault(
         "optimizers/direct_steps.py",
         "        increment_version(written)\n",
         "",

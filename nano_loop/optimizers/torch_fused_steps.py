@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from nano_loop.patching.attributes import module_of, replaced
+from nano_loop.patching.attributes import replaced
 from nano_loop.patching.optimizers import is_dense, lies_as
 from nano_loop.patching.patch_table import entry_set, process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import groups_prepared
@@ -83,19 +83,6 @@ def is_fused(optimizer: Optimizer) -> bool:
 def has_own_steps(optimizer: Optimizer) -> bool:
     """Whether a kernel that is not torch's steps an optimizer."""
     return _fused.get(id(optimizer)) is not None
-
-
-def steps_as_torch(kind: type[Optimizer]) -> bool:
-    """Whether torch's function for the steps of a kind is in place, or replaced by nano_loop only."""
-    owner = next(base for base in _FUNCTIONS if issubclass(kind, base))
-    return is_torchs(vars(sys.modules[owner.__module__])[_FUNCTIONS[owner][0]])
-
-
-def is_torchs(function: Any) -> bool:
-    """Whether a function belongs to torch, or is this module's replacement of torch's function."""
-    while module_of(function) == __name__:
-        function = function.__wrapped__
-    return module_of(function).partition(".")[0] == "torch"
 
 
 def takes_kernel(group: _Group) -> bool:
@@ -187,12 +174,7 @@ def _fusing(has_counters: bool, original: _Function) -> _Function:
         if group["fused"]:  # set by the program: torch changes no versions then, and is wrong for different layouts
             if all(map(_is_plain, chain(*of_parameters))) and not lie_alike(of_parameters):
                 settings.update(fused=False, foreach=False)
-        elif (
-            takes_kernel(group)
-            and _has_momenta(group, of_parameters)
-            and lie_alike(of_parameters)
-            and (not has_counters or are_counters(lists[-1]))
-        ):
+        elif takes_kernel(group) and lie_alike(of_parameters) and (not has_counters or are_counters(lists[-1])):
             settings.update(fused=True, foreach=False)
             increment_version([*chain(parameters, *of_parameters[2:])])
         return original(parameters, *lists, **settings)
@@ -210,21 +192,6 @@ def _is_plain(tensor: Tensor | None) -> bool:
     if tensor is None or tensor.layout is not torch.strided:
         return False
     return tensor.is_floating_point() and not tensor.is_neg()
-
-
-def _has_momenta(group: _Group, lists: list[list[Any]]) -> bool:
-    """Add zero momenta for parameters that SGD steps for the first time, such as those of an unfrozen layer.
-
-    torch's fused SGD raises if only some parameters have a momentum buffer. Without dampening, a first step equals a
-    step from zero momentum. With dampening it does not, and torch's loop must take this step.
-    """
-    for states in lists[2:]:
-        for place, state in enumerate(states):
-            if state is None:
-                if group["dampening"]:
-                    return False
-                states[place] = torch.zeros_like(lists[0][place], requires_grad=False)
-    return True
 
 
 #: The name of torch's function for the steps of a kind, in the kind's module, and the function that replaces it.
