@@ -91,18 +91,18 @@ class ChannelsLast(Step):
                 self._is_timed = True
                 self.undoing.callback(self.clock.before(self._time))
             return "the faster layout, timed after the first batch"
-        count = sum(self._turn(model, to_nhwc=True) for model in models)
+        count = sum(self._set_layout(model, to_nhwc=True) for model in models)
         inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_converted(parts.parameters())))
         return f"{count or 'no'} convolution{'s' * (count != 1)}, {inputs} inputs"
 
-    def _turn(self, model: nn.Module, to_nhwc: bool) -> int:
+    def _set_layout(self, model: nn.Module, to_nhwc: bool) -> int:
         """Make a model compute in NHWC or NCHW from now on, and return its number of convolutions."""
         convolutions = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
         channels = frozenset(convolution.in_channels for convolution in convolutions)
         wrapper = _converting_inputs(_converted(parameters_of(model)), channels) if to_nhwc else _as_they_are
         self.interceptors.add(model, self.name, wrapper)
         # Before torch 2.9, tensors are not marked as NHWC in the plain loop. We assume it if weights are NHWC.
-        by_the_user = not gives_kernels() and any(map(_lies_as_nhwc, shaped(parameters_of(model))))
+        by_the_user = not gives_kernels() and any(map(_is_nhwc, shaped(parameters_of(model))))
         if to_nhwc and not self._draws and not by_the_user:
             self._draws = [self.undoing.enter_context(context()) for context in (drawn_as_nchw, same_draws)]
         for convolution in convolutions:
@@ -120,7 +120,7 @@ class ChannelsLast(Step):
         if self.ranks.rank == 0 and trial.recorded is not None:
             undone_with(model, self.undoing).callback(trial.recorded.end)
             self.interceptors.add(model, f"{self.name} trial", trial.recorded.layer)  # outside the conversion
-        self._turn(model, trial.guess)
+        self._set_layout(model, trial.guess)
         if not self._trials and self.ranks.size > 1:
             self.ranks.context.after_averaging.append(self._share)
             self.undoing.callback(self.ranks.context.after_averaging.remove, self._share)
@@ -134,20 +134,20 @@ class ChannelsLast(Step):
             if in_nhwc is not None:
                 self._chosen.append((place, in_nhwc))
         if self.ranks.size == 1:
-            self._follow(self._chosen)
+            self._adopt(self._chosen)
             self._chosen = []
 
     def _share(self, averagings: int) -> None:
         """Adopt rank 0's choices after gradient averagings 1, 2, 4, 8, … Collective."""
         if averagings.bit_count() == 1:
-            self._follow(self.ranks.broadcast(self._chosen))
+            self._adopt(self.ranks.broadcast(self._chosen))
             self._chosen = []
 
-    def _follow(self, chosen: Iterable[tuple[int, bool]]) -> None:
+    def _adopt(self, chosen: Iterable[tuple[int, bool]]) -> None:
         for place, in_nhwc in chosen:
             model = self._trials[place].model()
             if model is not None:
-                self._turn(model, in_nhwc)
+                self._set_layout(model, in_nhwc)
 
     @override
     def final_result(self) -> StepResult | None:
@@ -191,10 +191,10 @@ def in_channels_last(tensor: Tensor) -> Tensor:
 
 def _in_plain_layout(tensor: Tensor) -> Tensor:
     """Convert an output that was computed in NHWC to the layout of the plain loop."""
-    return tensor.contiguous() if tensor.dim() in _FORMATS and _lies_as_nhwc(tensor) else tensor
+    return tensor.contiguous() if tensor.dim() in _FORMATS and _is_nhwc(tensor) else tensor
 
 
-def _lies_as_nhwc(tensor: Tensor) -> bool:
+def _is_nhwc(tensor: Tensor) -> bool:
     """Whether channels are innermost in memory, followed by two or more dimensions of pixels.
 
     In a single image, without a batch dimension, channels are the first dimension; in a batch, the second.
@@ -253,7 +253,7 @@ def _converting_its_input(forward: Call) -> Call:
         ):
             converted = in_channels_last(input)
             output = forward(self, converted, *args, **kwargs)
-            return _marked(output, input, also_plainly=_lies_as_nhwc(self.weight))
+            return _marked(output, input, also_plainly=_is_nhwc(self.weight))
         return forward(self, input, *args, **kwargs)
 
     return convert_and_forward
@@ -262,7 +262,7 @@ def _converting_its_input(forward: Call) -> Call:
 def _marked(output: Tensor, input: Tensor, also_plainly: bool = False) -> Tensor:
     """Mark whether an output is NHWC only because of the conversion. In the plain loop it has its input's layout."""
     if not (torch.compiler.is_compiling() or in_functorch()):
-        mark(output, not (also_plainly or (_lies_as_nhwc(input) and not is_converted(input))))
+        mark(output, not (also_plainly or (_is_nhwc(input) and not is_converted(input))))
     return output
 
 
@@ -274,7 +274,7 @@ def _view_or_reshape(view: Call) -> Call:
         except RuntimeError:
             if (
                 not call_state.accelerated
-                or not _lies_as_nhwc(self)
+                or not _is_nhwc(self)
                 or kwargs
                 or not shape
                 or isinstance(shape[0], torch.dtype)

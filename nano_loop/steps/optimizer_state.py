@@ -96,7 +96,7 @@ class OptimizerState(Step):
             steps.begin(optimizer)
             undoing.callback(weakly(steps.restore, optimizer))
             undoing.enter_context(steps_fused(optimizer, steps))
-        self._surround_modes(optimizer, wide)
+        self._wrap_modes(optimizer, wide)
 
     def _error(self, optimizer: Optimizer, reason: str) -> NanoConfigError:
         got = f"{self.options.as_written[self.name]} with {type(optimizer).__name__}"
@@ -110,7 +110,7 @@ class OptimizerState(Step):
         if optimizer in self._wide:
             self._wide[optimizer].narrow()
 
-    def _surround_modes(self, optimizer: Optimizer, wide: WideWeights) -> None:
+    def _wrap_modes(self, optimizer: Optimizer, wide: WideWeights) -> None:
         """Let the methods with which schedule-free optimizers swap weights compute in fp32 as well."""
         undone_with(optimizer, self.undoing).enter_context(entry_set(_wide_of, id(optimizer), wide))
         for name in _MODES:

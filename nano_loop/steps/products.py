@@ -118,7 +118,7 @@ class Products(Step):
         self._policy = Policy(self.options.kind.products or torch.float32, record_product)
         self._kinds: set[_Kind] = set()
         self._in_force: dict[Override, ExitStack] = {}
-        self._looks = ExitStack()  # subscriptions to the clock
+        self._subscriptions = ExitStack()  # subscriptions to the clock
         self._names: dict[str, None] = {}  # names of the models' classes
         self._all_round: bool | None = None
         self._trial: StepTrial[bool] | None = None
@@ -158,13 +158,13 @@ class Products(Step):
             self._kinds |= {kind for kind in _KINDS if kind.is_for(model) and self._is_ready(kind)}
             interceptor = self.interceptors.for_model(model, self.name)
             interceptor.rules = interceptor.rules._replace(policy=self._policy)
-        self.undoing.callback(self._looks.close)
+        self.undoing.callback(self._subscriptions.close)
         # Let all large products round, until it is measured again which ones do and whether that is faster.
         self._medians = {}
         self._policy.forget()
-        self._looks.close()
-        self._looks.callback(self.clock.in_steps(_WATCHES_FROM, self._policy.watch))
-        self._looks.callback(self.clock.in_steps(LEARNS_AT, self._learn))
+        self._subscriptions.close()
+        self._subscriptions.callback(self.clock.in_steps(_WATCHES_FROM, self._policy.watch))
+        self._subscriptions.callback(self.clock.in_steps(LEARNS_AT, self._learn))
         self._let_round(True)
         remarks = filter(None, map(remark_on_integers, parts.models))
         return "; ".join([self.options.kind.summary, *dict.fromkeys(remarks)])
@@ -191,8 +191,8 @@ class Products(Step):
             wins=_WINS,
             most=ROUNDS,
         )
-        self._looks.callback(trial.end)
-        self._looks.callback(self.clock.after(trial.note))
+        self._subscriptions.callback(trial.end)
+        self._subscriptions.callback(self.clock.after(trial.note))
 
     def _let_round(self, rounds: bool) -> None:
         """Let products round if they may, or compute all in fp32 for now."""
@@ -205,7 +205,7 @@ class Products(Step):
             self._medians, self._unsure = self._trial.medians, self._trial.unsure
             self._policy.end()
             self._replace_kernels()
-        self._looks.close()
+        self._subscriptions.close()
 
     def _may_round(self) -> bool:
         return any(self._policy.may_any_round(kind.name) for kind in self._kinds)

@@ -130,7 +130,7 @@ class _Kept(NamedTuple):
         """Return the initial states."""
         return self.states[rows:] if layer.is_reversed else self.states[:-rows]
 
-    def behind(self, layer: Recurrence, rows: int) -> Tensor:
+    def after(self, layer: Recurrence, rows: int) -> Tensor:
         """Return the outputs."""
         return self.states[:rows] if layer.is_reversed else self.states[-rows:]
 
@@ -175,7 +175,7 @@ def _forward(layer: Recurrence, tensors: Arguments, is_trained: bool) -> tuple[_
         layer.operands(rows + call.batch, call.hidden),
         empty(rows, call.hidden) if layer.rounds and (layer.mode != LSTM or layer.dtypes[0] is torch.float32) else None,
     )
-    first, states = kept.first(layer, rows), kept.behind(layer, rows)
+    first, states = kept.first(layer, rows), kept.after(layer, rows)
     first.copy_(layer.as_operands(state))
     outputs = kept.outputs if layer.rounds else states
     last, last_cells = empty(call.batch, call.hidden), None if cells is None else empty(call.batch, call.hidden)
@@ -222,7 +222,7 @@ def _backward(
         empty(*tensor.shape) if in_c and is_needed else None
         for tensor, is_needed in zip(tensors[:3], needs, strict=False)
     ]
-    states = kept.behind(layer, rows)
+    states = kept.after(layer, rows)
     _run(
         "backward",
         call,

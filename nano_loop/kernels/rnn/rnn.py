@@ -86,7 +86,7 @@ class _Arguments:
         return _layer(self)
 
     @property
-    def is_onednns(self) -> bool:
+    def uses_onednn(self) -> bool:
         """Whether torch uses oneDNN for the layers."""
         return self.mode == LSTM and self.batch_sizes is None
 
@@ -140,7 +140,7 @@ def _computed(of: Call) -> tuple[Tensor, ...] | None:
     call, layer = of.details, of.details.layer
     if layer is None:
         return None
-    if call.is_onednns:
+    if call.uses_onednn:
         if layer.in_bf16 and not layer.rounds:
             return None
         algorithms = {TORCH: _by_torch, COMPILED: _by_layers}
@@ -160,7 +160,7 @@ def _can_round(of: Call) -> bool:
     """Whether an fp32 LSTM can be computed in C from rounded factors."""
     layer = of.details.layer
     is_fp32 = layer is not None and not layer.in_bf16
-    return is_fp32 and of.details.is_onednns and product.KERNEL.unavailable is None
+    return is_fp32 and of.details.uses_onednn and product.KERNEL.unavailable is None
 
 
 def _rounded(of: Call) -> tuple[Tensor, ...]:
@@ -305,7 +305,7 @@ def _dtypes(call: _Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of outputs and cells: under autocast, those of torch's products and of their sums."""
     if not in_bf16:
         return torch.float32, torch.float32
-    if call.is_onednns:
+    if call.uses_onednn:
         return torch.bfloat16, torch.bfloat16
     of_state = torch.promote_types(call.states[-1].dtype, torch.bfloat16)
     return (torch.bfloat16 if call.mode in (RELU, TANH) else of_state), of_state
@@ -314,7 +314,7 @@ def _dtypes(call: _Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
 def is_large(call: _Arguments, steps: int) -> bool:
     """Whether a call is large enough to be faster in C."""
     hidden, batch = call.weights[1].numel(), call.states[0].size(1)
-    fewest = _FEWEST_BESIDE_ONEDNN if call.is_onednns else _FEWEST_STEPS[call.mode][not call.is_trained]
+    fewest = _FEWEST_BESIDE_ONEDNN if call.uses_onednn else _FEWEST_STEPS[call.mode][not call.is_trained]
     return steps >= fewest and (call.is_trained or batch > 1 or hidden <= _MOST_OF_ONE)
 
 
