@@ -30,7 +30,6 @@ from nano_loop.steps.layout_trial import LayoutTrial
 from nano_loop.steps.step import ABSENT, SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_OF_SEQUENCES = (nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 #: The ids of the convolutions of set-up models.
@@ -66,12 +65,11 @@ class ChannelsLast(Step):
         models = _unscripted(parts)
         if parts.models and not models:
             return SkipReason("scripted", "the model is scripted, so its convolutions and views cannot be changed")
-        is_on = self.options.channels_last is True
-        if not any(_takes_images(model) or (is_on and _may_take_images(model)) for model in models):
+        if not any(map(_takes_images, models)):
             return SkipReason("no_images", "the model has no layers for images", ABSENT)
         parameters = itertools.chain.from_iterable(map(parameters_of, models))
         has_weights = any(not has_shape(parameter) or parameter.dim() in _FORMATS for parameter in parameters)
-        if has_weights or is_on:  # pooling layers take images and have no weights
+        if has_weights or self.options.channels_last is True:  # pooling layers take images and have no weights
             return None
         return SkipReason("no_images", "the model has no 4-D or 5-D parameters", ABSENT)
 
@@ -164,13 +162,6 @@ def _takes_images(model: nn.Module) -> bool:
     """Whether the name of a layer, or of a function that the model calls, refers to images or volumes."""
     names = [*map(class_name, model.modules()), *names_called(model)]
     return any(word in name.lower() for name in names for word in ("2d", "3d", "convolution", "interpolate", "pixel_"))
-
-
-def _may_take_images(model: nn.Module) -> bool:
-    """Whether a model of linear layers may get images, which is unlikely if it has layers for sequences."""
-    kinds = nn.Linear, _OF_SEQUENCES
-    is_linear, is_of_sequences = (any(isinstance(layer, kind) for layer in model.modules()) for kind in kinds)
-    return is_linear and not is_of_sequences
 
 
 def _converted(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
