@@ -104,8 +104,10 @@ class _Arguments:
         count = _MATRIX * (1 + self.has_biases)
         layers = []
         for at, states in enumerate(zip(*(state.unbind(0) for state in self.states), strict=True)):
-            weights = [*self.weights[at * count : (at + 1) * count], *[None] * (_MATRIX * (not self.has_biases))]
+            input_weight, hidden_weight, *biases = self.weights[at * count : (at + 1) * count]
+            input_bias, hidden_bias = biases or (None, None)
             cells = states[1] if self.mode == LSTM else None
+            weights = input_weight, hidden_weight, input_bias, hidden_bias
             layers.append(Arguments(self.inputs, *weights, states[0], cells))
         return layers
 
