@@ -309,13 +309,17 @@ static Ahead ahead_of_rows(const Work *work, int64_t row, int64_t from, int64_t 
     return ahead_of(place_in_a(work, row + ROWS, from), 3, size * call->a[0], 64, divided(size * depth, 64), steps);
 }
 
-static Ahead ahead_of_panels(const Work *work, int64_t tile, int64_t tiles, int64_t steps) {
+/* Of the panels packed next: the next part of the depth of these tiles, or the first part of the next tiles. */
+static Ahead ahead_of_panels(const Work *work, int64_t tile, int64_t tiles, int64_t block, int64_t steps) {
     const Call *call = work->call;
-    if (tile + tiles >= divided(call->columns, TILE)) return ahead_of(work->b, 0, 0, 0, 1, 0);
+    int64_t part = 2 * work->plan->pairs_of_block, from = (block + 1) * part;
+    if (block + 1 == work->plan->blocks) tile += tiles, from = 0;
+    if (tile >= work->plan->tiles) return ahead_of(work->b, 0, 0, 0, 1, 0);
+    int64_t depth = least(part, call->depth - from);
     int64_t size = call->b_is_wide ? 4 : 2, lines = tiles * size / 2; /* per row: half of them, at most four */
-    const void *b = element(call->b_is_wide != 0, work->b, tile * TILE * call->b[1]);
-    if (call->b[1] != 1) return ahead_of(b, 6, size * call->b[1], 64, divided(size * call->depth, 64), steps);
-    return ahead_of(b, lines > 2 ? 2 : lines > 1 ? 1 : 0, 64, size * call->b[0], call->depth, steps);
+    const void *b = element(call->b_is_wide != 0, work->b, from * call->b[0] + tile * TILE * call->b[1]);
+    if (call->b[1] != 1) return ahead_of(b, 6, size * call->b[1], 64, divided(size * depth, 64), steps);
+    return ahead_of(b, lines > 2 ? 2 : lines > 1 ? 1 : 0, 64, size * call->b[0], depth, steps);
 }
 
 /* Computes some rows of some tiles of columns. */
@@ -329,7 +333,7 @@ static void compute(const Work *work, int64_t row, int64_t rows, int64_t tile, i
         int64_t from = 2 * block * plan->pairs_of_block, depth = least(call->depth - from, 2 * plan->pairs_of_block);
         int64_t pairs = divided(depth, 2), steps = divided(rows, ROWS) * tiles * (pairs / STEP);
         pack_b(work, tile, tiles, from, depth, packed);
-        Ahead of_b = ahead_of_panels(work, tile + tiles, tiles, steps);
+        Ahead of_b = ahead_of_panels(work, tile, tiles, block, steps);
         for (int64_t i = 0; i < rows; i += ROWS) {
             Ahead of_a = ahead_of_rows(work, row + i, from, depth, tiles * (pairs / STEP));
             const char *a = place_in_a(work, row + i, from);
