@@ -75,7 +75,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "upward_imports": {},
     "private_names_of_others": {
         "distributed.files.private_files": "tempfile decides on folders, and numpy opens files, by private functions",
-        "distributed.launch_local.start": "Python documents sys._xoptions, and has no other name for its -X options",
+        "distributed.launch_local.start": "Python has no public function for the options of this interpreter",
         "distributed.launch.worker": "multiprocessing has no public way to let a worker have children",
         "distributed.launch_ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
     },
@@ -85,7 +85,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "steps.compile": "a number for each compilation",
         "api.context_manager": "the report of what was installed is asked for afterwards",
         "kernels.build": "a number for each library that is loaded",
-        "distributed.files.private_files": "a worker keeps its files private until it ends",
         "distributed.launch_external.rendezvous": "a server outlives the runs that meet on it",
         "distributed.launch.shared_folder": "locks are for processes, and released in those that they fork",
         "distributed.launch_local.server": "the process that forks the next run's workers",
@@ -111,16 +110,16 @@ BUDGETS = {
     "api": 1_325,
     "cli": 2_300,  # 2_100 is the goal
     "integrations": 1_500,
-    "runtime": 2_525,  # 1_700 is the goal
+    "runtime": 2_550,  # 1_700 is the goal
     "steps": 4_400,  # 3_300 is the goal
     "policy": 150,
-    "kernels": 12_025,  # 9_600 is the goal
+    "kernels": 12_075,  # 9_600 is the goal
     "autotune": 700,
     "optimizers": 1_075,  # 600 is the goal
-    "patching": 3_200,  # 2_950 is the goal
-    "precision": 1_750,  # 1_950 is the goal
+    "patching": 3_250,  # 2_950 is the goal
+    "precision": 1_825,  # 1_950 is the goal
     "data": 1_375,
-    "distributed": 13_875,  # 9_800 is the goal
+    "distributed": 14_000,  # 9_800 is the goal
     "profiling": 350,  # 300 is the goal
     "config": 1_475,  # 1_300 is the goal
     "cpu": 1_250,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -38,6 +40,12 @@ _KINDS = (
 def process_states() -> list[Any]:
     """Return the states of `torch`, `random` and `numpy.random`."""
     return [kind.get() for kind in _KINDS]
+
+
+def checksum_of_libraries() -> int:
+    """Return a checksum of the states of `random` and `numpy.random`."""
+    _, *states = process_states()
+    return zlib.crc32(pickle.dumps(states))
 
 
 def set_process_states(states: list[Any], which: list[bool]) -> None:

@@ -13,7 +13,7 @@ transforms, modes, and backwards after the run. Tensors that other hooks pack, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,12 @@ from nano_loop.patching.optimizers import is_dense, lies_as
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import users
 from nano_loop.patching.torch_private import FLASH_KERNEL, base_of, has_saved_tensor_hooks, version
-from nano_loop.patching.torch_private_autograd import in_forward_mode, replace_saved, saved_output, saves_output
+from nano_loop.patching.torch_private_autograd import (
+    in_forward_mode,
+    replace_saved,
+    saved_output,
+    saves_output,
+)
 
 #: Minimum number of elements of a tensor. Below it, the memory is not worth the Python overhead.
 MIN_ELEMENTS = 1 << 18
@@ -39,6 +44,10 @@ class _Copy(NamedTuple):
 
     version: int
     values: Callable[[], Tensor | None]
+
+
+#: In place of the copy of a tensor that the program may write to without changing its version.
+_NONE = _Copy(-1, lambda: None)
 
 
 class _State:
@@ -103,6 +112,15 @@ def widened(narrow: Tensor) -> Tensor:
     if state.factors:
         state.result = wide, narrow
     return wide
+
+
+def make_anew(tensor: Tensor) -> None:
+    """Round a tensor for each product: the program reads its `.data`, and writes to that change no version."""
+    memory = base_of(tensor)
+    if memory.grad_fn is not None:  # only tensors of a graph have copies
+        state = _state()
+        state.kept[memory] = _NONE
+        state.last.pop(memory, None)
 
 
 def keeping(operator: str, names: Mapping[int, str], backward: str, only_for: int | None = None) -> Override:
@@ -223,7 +241,7 @@ def _keep_factor(node: Any, name: str, backward: str, factor: Tensor, copy: Tens
     known = _copy_of(factor)
     if known is None:  # otherwise another product has kept the same factor
         known, memory = copy, _memory_of(factor)
-        if memory is not None:
+        if memory is not None and _state().kept.get(memory) is not _NONE:
             _state().kept[memory] = _Copy(version(memory), TensorWeakRef(copy))
             _keep_output(memory, copy)
     replace_saved(node, name, known, partial(_unpacked, backward))
@@ -253,7 +271,8 @@ def _keep_output(tensor: Tensor, copy: Tensor) -> None:
     if output is None or output.dtype is not torch.float32:
         return
     if output.data_ptr() == tensor.data_ptr() and lies_as(output, tensor):
-        replace_saved(node, name, _laid_out_as(tensor, copy), partial(_unpacked, backward))
+        with suppress(RuntimeError):  # packed by hooks, in a version of torch that does not say so
+            replace_saved(node, name, _laid_out_as(tensor, copy), partial(_unpacked, backward))
 
 
 def _unpacked(backward: str, narrow: Tensor) -> Tensor:

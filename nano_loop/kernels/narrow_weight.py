@@ -39,7 +39,7 @@ _ADDRESS = frozenset(
         *("untyped_storage", "storage", "share_memory_"),
     )
 )
-_COPIES = frozenset(("__deepcopy__", "__reduce_ex__", "__repr__"))
+_COPIES = frozenset(("__reduce_ex__", "__repr__"))
 _FIELDS = frozenset(("numbers", "_is_param"))
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
@@ -155,9 +155,12 @@ class NarrowWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "__set__":
-            name = f"{func.__self__.__name__}_"
+            # A run may have replaced `Tensor.data` by a property, which has no name before Python 3.13.
+            name = "data_" if func.__self__ is Tensor.data else f"{func.__self__.__name__}_"
         if name == "data_":
             return _set_data(func, *args)
+        if name == "__deepcopy__":  # not that of a temporary tensor, whose id in the memo would soon be another one's
+            return args[0].plain()
         if name in _COPIES:
             return getattr(args[0].plain(), name)(*args[1:], **kwargs)
         if name == "requires_grad_" and (len(args) == 1 or args[1]):

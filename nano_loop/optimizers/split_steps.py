@@ -88,8 +88,8 @@ class SplitSteps:
         parameters, _, *states = lists
         for tensors in states[:-1] if isinstance(optimizer, Adam) else states:  # without Adam's counters
             for place, (parameter, value) in enumerate(zip(parameters, tensors, strict=False)):
-                if value is None or parameter.dtype not in self._dtypes:
-                    continue
+                if value is None or value.layout is not torch.strided or parameter.dtype not in self._dtypes:
+                    continue  # momenta of sparse gradients are sparse
                 if value.dtype is not self.moments or not lies_as(value, parameter):
                     with below_torch_functions():  # the step may be in a `disable_casts` of the user's
                         tensors[place] = laid_out_as(parameter, value.to(self.moments))

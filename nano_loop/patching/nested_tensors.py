@@ -154,6 +154,14 @@ class Substitution:
             self._items.append((value, key, old, new))
         return value
 
+    def original_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor for which `tensor` was substituted, if `restore` gives it the same data and graph."""
+        for original, substitute, before in self._tensors:
+            if substitute is tensor:
+                has_new_graph = tensor.requires_grad and version(tensor) != before
+                return None if has_new_graph else original
+        return None
+
     def restore(self) -> None:
         """Restore the originals of the remaining substitutes, and copy data written to a substitute."""
         for container, key, original, substitute in reversed(self._items):

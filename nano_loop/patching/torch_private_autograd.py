@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 #: The attributes of a leaf tensor that hold its hooks, which pickling omits.
@@ -21,6 +23,31 @@ def in_forward_mode() -> bool:
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:
     """Whether a tensor has hooks, which may replace its gradient. torch has no public way to list them."""
     return bool(tensor._backward_hooks)
+
+
+def is_seen_by_program(view: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether the backward runs code of the program, or keeps a gradient for it, between a view of a result and it.
+
+    Hooks of nodes are not noticed.
+
+    Parameters
+    ----------
+    view : torch.Tensor
+        A tensor that shares memory with the result, or the result itself.
+    result : torch.Tensor
+        A tensor.
+    """
+    if not view.requires_grad:
+        return False
+    if any(has_tensor_hooks(tensor) or tensor.retains_grad for tensor in (view, result)):
+        return True
+    node: Any = view.grad_fn
+    last = result.grad_fn
+    while node is not last:
+        if node is None or isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
+            return True
+        node = node.next_functions[0][0]
+    return False
 
 
 def in_backward() -> bool:
@@ -56,6 +83,17 @@ def current_node_number() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
+def output_numel(node: Any, place: int) -> int:
+    """Return the number of elements of an output of an autograd node. torch has no public way."""
+    return math.prod(node._input_metadata[place].shape)
+
+
+def reduction_of(node: Any) -> int | None:
+    """Return the number of the reduction of a loss function's node, or None for other nodes."""
+    reduction: int | None = getattr(node, "_saved_reduction", None)
+    return reduction
+
+
 def node_number(node: Any) -> int:
     """Return the sequence number of an autograd node."""
     return int(node._sequence_nr())
@@ -89,7 +127,12 @@ def replace_saved(node: Any, name: str, value: Any, unpack: Callable[[Any], torc
 
 
 def saved_output(node: Any, name: str) -> torch.Tensor | None:
-    """Return the output that an autograd node has saved, or None if it was written to since."""
+    """Return the output that an autograd node has saved. Return None if it was written to since, or if hooks packed it.
+
+    Such hooks belong to the program or to a checkpoint, which would compute everything again to return it.
+    """
+    if getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", None) is not None:
+        return None
     try:
         output: torch.Tensor = getattr(node, f"_saved_{name}")
     except RuntimeError:

@@ -209,12 +209,16 @@ class MemoryWatch:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Predict the peak, which includes the optimizers' states that the first step creates."""
         self._parts["gradients"] = self._gradients()
-        coming, limit = sum(map(_states_to_come, self._clock.optimizers)), self._limit and self._read_limit()
+        dtype, limit = self._dtype_of_states(), self._limit and self._read_limit()
+        coming = sum(_states_to_come(optimizer, dtype) for optimizer in self._clock.optimizers)
         self._parts["states of optimizers"] = coming + sum(map(bytes_of_states, self._clock.optimizers))
         now, peak = resident_memory(), peak_memory()
         if limit is None or now is None:
             return
         self._most = peak if peak > self._peak_before else max(self._most, now)
+        if self._options.kind.parameters is torch.bfloat16:
+            # At the end of the run, weights and gradients become fp32, and the rests of split weights are freed.
+            self._most = max(self._most, now + self._parts["gradients"])
         # Measurements of the tuner need memory for one more result and its gradient.
         again = 2 * max(map(_bytes_of, self._outputs), default=0) if self._options.tune_operators else 0
         self._predicted = self._most + coming + again
@@ -232,6 +236,11 @@ class MemoryWatch:
                 give_back()
         self._outputs.clear()
         self._parts["states of optimizers"] = sum(map(bytes_of_states, self._clock.optimizers))
+
+    def _dtype_of_states(self) -> torch.dtype | None:
+        """Return the widest dtype of states in the first step. None: the parameters', in which torch creates them."""
+        are_widened = self._options.kind.parameters is torch.bfloat16 and self._options.optimizer_state != "bf16"
+        return torch.float32 if are_widened else None
 
     def _gradients(self) -> int:
         parameters = [parameter for optimizer in self._clock.optimizers for parameter in held_by(optimizer)]
@@ -300,8 +309,10 @@ def _is_torchs(kind: type[Optimizer]) -> bool:
     return names <= {"torch", "nano_loop", "typing_extensions", *sys.stdlib_module_names}
 
 
-def _states_to_come(optimizer: Optimizer) -> int:
+def _states_to_come(optimizer: Optimizer, dtype: torch.dtype | None = None) -> int:
     """Return the size in bytes of the states that an optimizer's first step will create; 0 if they are not torch's.
+
+    `dtype` is that of the states; None: that of the parameters.
 
     torch's own step computes it, for one tensor without memory per group. Replacements by the program are not called.
     """
@@ -315,7 +326,7 @@ def _states_to_come(optimizer: Optimizer) -> int:
         new = [parameter for parameter in held if not optimizer.state.get(parameter)]
         if not new:
             continue
-        like = torch.empty_like(max(new, key=torch.numel), device="meta").requires_grad_()
+        like = torch.empty_like(max(new, key=torch.numel), device="meta", dtype=dtype).requires_grad_()
         like.grad = torch.empty_like(like)
         plain = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
         groups = [{**group, **{name: value for name, value in plain.items() if name in group}, "params": [like]}]
@@ -324,5 +335,5 @@ def _states_to_come(optimizer: Optimizer) -> int:
         # Unknown states count as 0: LBFGS needs a closure. ASGD needs values once its states exist.
         with suppress(Exception), torch.no_grad():
             inspect.unwrap(kind.step)(trial)
-        coming += bytes_of_states(trial) / max(_bytes(like), 1) * sum(map(_bytes, new))
+        coming += bytes_of_states(trial) / like.numel() * sum(map(torch.numel, new))
     return int(coming)

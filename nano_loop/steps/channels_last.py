@@ -222,10 +222,15 @@ def _converting_inputs(dimensions: frozenset[int], channels: frozenset[int]) -> 
     def layer(call: Call) -> Call:
         def with_converted_inputs(function: Call, /, *args: Any, **kwargs: Any) -> Any:
             substitution = Substitution(convert)
+
+            def as_in_the_plain_loop(output: Tensor) -> Tensor:
+                original = substitution.original_of(output)  # of a model that returns its input
+                return _in_plain_layout(output) if original is None else original
+
             with nullcontext() if torch.compiler.is_compiling() else in_call(is_converted=True):
                 args, kwargs = substitution(args), substitution(kwargs)
                 try:
-                    return Substitution(_in_plain_layout)(call(function, *args, **kwargs))
+                    return Substitution(as_in_the_plain_loop)(call(function, *args, **kwargs))
                 finally:
                     substitution.restore()
 

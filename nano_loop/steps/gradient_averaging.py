@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import distributed, nn
 from typing_extensions import override
 
-from nano_loop.distributed.data_parallel.initial_sync import named_parameters
-from nano_loop.errors import NanoError
+from nano_loop.patching.lifetime import undone_with
+from nano_loop.patching.loaders import changed
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
@@ -37,8 +37,6 @@ class GradientAveraging(RanksStep):
         self._averaging: Averaging | None = None
         self._comparison: Comparison | None = None
         self._witness: Witness | None = None
-        self._chunk = 0  # of the transport through shared memory
-        self._nbytes = 0  # of all parameters of the setups
         self._route = ""
 
     @property
@@ -51,16 +49,8 @@ class GradientAveraging(RanksStep):
         if self.ranks.size == 1:
             self._send(parts)
             return "sent to rank 0"
-        # Imported here, since a run with one process does not need it.
-        from nano_loop.distributed.shared_memory.shared_ring import chunk_for
-
-        self._nbytes += sum(
-            parameter.numel() * parameter.itemsize for _, parameter in named_parameters(parts.models, parts.optimizers)
-        )
         if self._averaging is None:
             self._averaging = self._open()
-        elif 0 < self._chunk < chunk_for(self._nbytes):
-            self._averaging.use(self._opened(self._make_transport()))
         self._averaging.add(parts.models, parts.optimizers)
         for model in parts.models:
             self.interceptors.add(model, self.name, self._averaging.around_call)
@@ -89,16 +79,25 @@ class GradientAveraging(RanksStep):
         within = f" except for {off:.1g}, which rounding explains: losses are equal" if off else ""
         return result("applied", f"gradients equal those of whole batches{within}{of_sum}{remark}", code=code)
 
+    @override
+    def observe(self, parts: TrainingObjects) -> None:
+        """Let the witness see the batches of loaders that are set up, with or without a model."""
+        if self.ranks.context.witness is not None and self.ranks.size == 1:
+            from nano_loop.distributed.data_parallel.witness import Witness
+
+            if self._witness is None:
+                self._witness = Witness(self.ranks.context.witness)
+                self.undoing.callback(self._witness.close)
+            for loader in parts.loaders:
+                undone_with(loader, self.undoing).enter_context(changed(loader, self._witness))
+
     def _send(self, parts: TrainingObjects) -> None:
         """Let rank 0 compare the gradients of these objects in the witness process."""
-        from nano_loop.distributed.data_parallel.witness import Witness
-
-        if self._witness is None:
-            self._witness = Witness(self.ranks.context.witness)
-            self.undoing.callback(self._witness.close)
+        assert self._witness is not None
         self._witness.add(parts.models, parts.optimizers)
 
     def _open(self) -> Averaging:
+        # Imported here, since a run with one process does not need it.
         from nano_loop.distributed.data_parallel.averaging import Averaging
         from nano_loop.distributed.data_parallel.sync_batch_norm import norms_over_all_ranks
 
@@ -108,7 +107,8 @@ class GradientAveraging(RanksStep):
 
             is_rounded = self.options.reduced_precision or self.options.kind.products_name is not None
             self._comparison = Comparison(self.ranks, self.ranks.context.split, is_rounded=is_rounded)
-        transport = self._opened(self._make_transport())
+        transport = self._make_transport()
+        self.undoing.callback(transport.close)
         averaging = Averaging(
             self.ranks,
             transport,
@@ -119,25 +119,16 @@ class GradientAveraging(RanksStep):
         self.undoing.callback(averaging.close)
         return averaging
 
-    def _opened(self, transport: Transport) -> Transport:
-        self.undoing.callback(transport.close)
-        self.undoing.callback(transport.leave)
-        return transport
-
     def _make_transport(self) -> Transport:
-        """Return the shared-memory transport, which is faster, if available and no other backend was requested."""
+        """Return the shared-memory transport, which is faster, on one host if no other backend was requested."""
         from nano_loop.distributed.data_parallel.buckets import GroupTransport
         from nano_loop.distributed.shared_memory.shared_file import map_together
-        from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport, chunk_for
+        from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
 
         backend = self.options.process_group_backend
         folder = self.ranks.folder
         if folder is not None and self.ranks.on_one_host and backend in (None, "gloo"):
-            with suppress(NanoError):  # all ranks raise it if shared memory is too small, as in many containers
-                mapped, self._chunk = partial(map_together, self.ranks, folder / _FILE), chunk_for(self._nbytes)
-                transport = SharedMemoryTransport(self.ranks, mapped, chunk=self._chunk)
-                self._route = f"{_AT_END}, through shared memory"
-                return transport
-        self._chunk = 0
+            self._route = f"{_AT_END}, through shared memory"
+            return SharedMemoryTransport(self.ranks, partial(map_together, self.ranks, folder / _FILE))
         self._route = f"{_AT_END if self.ranks.on_one_host else _DURING}, by {distributed.get_backend()}"
         return GroupTransport(self.ranks, self.ranks.context.gradient_group)

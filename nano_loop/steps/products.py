@@ -16,6 +16,7 @@ from nano_loop.kernels import activations
 from nano_loop.kernels.attention import blocked_attention, flash_attention
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.convolution import blocked_convolution, convolution
+from nano_loop.kernels.head.logits import data_replaced
 from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.norm.copied_inputs import COPIED_INPUTS
 from nano_loop.kernels.override import Override
@@ -153,6 +154,7 @@ class Products(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         self.undoing.enter_context(line_searches_in_fp32())
+        self.undoing.enter_context(data_replaced())
         for model in parts.models:
             self._names[class_name(model)] = None
             self._kinds |= {kind for kind in _KINDS if kind.is_for(model) and self._is_ready(kind)}

@@ -47,7 +47,9 @@ def test_collective_of_torch_that_is_never_done_has_a_deadline():
         def is_completed(self):
             return False
 
-    with pytest.raises(NanoError, match=r"rank 0 has waited 0.2 seconds in a collective for the other ranks: every"):
+    with pytest.raises(
+        NanoError, match=r"rank 0 has waited 0.2 seconds for the other ranks to join a collective: every"
+    ):
         Ranks(0, 2, timeout=0.2).finish(Never())
 
 
@@ -65,7 +67,7 @@ def test_rank_that_is_late_is_named_also_where_gloo_notices_first(team):
             except RankLateError as error:
                 return error.rank, str(error).partition(":")[0]
 
-    assert team(2)(wait)[0] == (1, "rank 0 has waited 1 seconds in a collective for the other ranks")
+    assert team(2)(wait)[0] == (1, "rank 0 has waited 1 seconds for the other ranks to join a collective")
 
 
 def test_ranks_that_have_not_joined_have_no_channel():

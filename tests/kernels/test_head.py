@@ -124,6 +124,14 @@ CHUNKED = {
     "likelihood by modules": lambda logits, y: (
         nn.NLLLoss(reduction="sum")(nn.LogSoftmax(dim=-1)(logits).flatten(0, 1), y.flatten()) / 9
     ),
+    "likelihood of each step": lambda logits, y: F.nll_loss(logits.log_softmax(-1).permute(1, 2, 0), y.t()),
+    "likelihood of known rows": lambda logits, y: F.nll_loss(F.log_softmax(logits, -1)[mask(y)], y[mask(y)]),
+    "logarithms, shifted": lambda logits, y: -logits.log_softmax(-1)[:, :-1].gather(2, known(y)[:, 1:, None]).mean(),
+    "logarithms of each step": lambda logits, y: (
+        -(
+            logits.log_softmax(-1).transpose(0, 1).gather(-1, known(y).t().unsqueeze(-1)).squeeze(-1) * mask(y).t()
+        ).mean()
+    ),
     "TRL": trl,
     "TRL, selective": trl_selective,
     "TRL, by rows": trl_by_rows,
@@ -268,6 +276,37 @@ def test_logits_of_an_epoch_are_what_they_were_with_one_old_weight_a_step():
         torch.testing.assert_close(mine.clone(), other, rtol=1e-5, atol=1e-5)
 
 
+def test_logits_of_a_frozen_head_that_is_trained_later_are_what_they_were():
+    def trained(model):
+        optimizer, (words, targets) = torch.optim.SGD(model.parameters(), 0.5), batch()
+        model.head.requires_grad_(False)
+        logits = model(words)
+        nano_gpt(logits, targets).backward()
+        model.head.requires_grad_(True)
+        nano_gpt(model(words), targets).backward()
+        optimizer.step()
+        return logits.argmax(-1), logits.detach().clone()
+
+    expected, model = trained(model_of()), model_of()
+    with accelerated(model, verbose=False):
+        found = trained(model)
+    torch.testing.assert_close(found, expected)
+
+
+def test_write_in_inference_mode_to_the_input_does_not_change_the_logits():
+    def read(model):
+        with torch.inference_mode():
+            hidden = model.inner(model.embedding(batch()[0]))
+            logits = model.head(hidden)
+            hidden.mul_(2)
+            return logits.argmax(-1), logits.logsumexp(-1)
+
+    expected, model = read(model_of()), model_of()
+    with accelerated(model, verbose=False):
+        found = read(model)
+    torch.testing.assert_close(found, expected)
+
+
 def test_losses_that_are_kept_hold_nothing_of_the_head():
     model, (words, targets) = model_of(nano_gpt), batch()
     with accelerated(model, verbose=False):
@@ -367,14 +406,28 @@ OBSERVERS = [
 ]
 
 
-@pytest.mark.parametrize("of", ["logits", "a view", "a copy"])
+def gathered(logs, targets):
+    return -logs[:-1].gather(1, known(targets)[:-1].unsqueeze(1)).mean()
+
+
+OBSERVED = {
+    "logits": (lambda logits: logits, F.cross_entropy),
+    "a view": (rows_of, F.cross_entropy),
+    "a copy": (lambda logits: logits / 2, F.cross_entropy),
+    "a log-softmax": (lambda logits: logits.log_softmax(-1), F.nll_loss),
+    "gathered logarithms": (lambda logits: F.log_softmax(logits, -1), gathered),
+}
+
+
+@pytest.mark.parametrize("of", OBSERVED)
 @pytest.mark.parametrize("observe", OBSERVERS)
 def test_who_looks_at_the_gradient_of_logits_sees_it(observe, of):
+    change, loss = OBSERVED[of]
+
     def observed(model):
         words, targets = batch()
-        logits = model(words)
-        logits = {"logits": logits, "a view": logits.view(-1, WORDS), "a copy": logits / 2}[of]
-        seen = observe(logits, lambda: F.cross_entropy(logits.view(-1, WORDS), targets.view(-1)))
+        logits = change(model(words))
+        seen = observe(logits, lambda: loss(logits.view(-1, WORDS), targets.view(-1)))
         return [seen, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
     expected, model = observed(model_of()), model_of()
@@ -455,6 +508,14 @@ def with_generation_between(model):
     nano_gpt(model(words), targets).backward()
 
 
+def with_a_compiled_loss(model):
+    words, targets = batch()
+    torch.compile(lambda logits: nano_gpt(logits, targets) + logits[..., :3].mean(), backend="aot_eager")(
+        model(words)
+    ).backward()
+    torch.compiler.reset()
+
+
 def masked_after_the_loss(model):
     words, targets = batch()
     logits = model(words)
@@ -469,10 +530,17 @@ def masked_after_the_loss(model):
     "train",
     [
         *(scaled_twice, backward_twice, of_two_heads, with_a_penalty, with_a_second_derivative, with_torch_func),
-        *(with_a_checkpoint, with_hooks_on_the_head, with_generation_between, masked_after_the_loss),
+        *(
+            with_a_checkpoint,
+            with_hooks_on_the_head,
+            with_generation_between,
+            with_a_compiled_loss,
+            masked_after_the_loss,
+        ),
     ],
 )
 @pytest.mark.parametrize("is_lazy", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch, where a graph breaks
 def test_gradients_are_torchs(train, is_lazy, monkeypatch):
     models = model_of(), model_of()
     if not is_lazy:
@@ -503,6 +571,24 @@ def test_label_that_is_no_class_raises_torchs_error():
     targets[0, 1] = WORDS
     with accelerated(model, verbose=False), pytest.raises(IndexError, match=f"Target {WORDS}"):
         nano_gpt(model(words), targets)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda logits: logits.log_softmax(5),
+        lambda logits: logits.argmax(-4),
+        lambda logits: logits.logsumexp(5),
+        lambda logits: logits.gather(5, torch.zeros(3, 7, 1, dtype=torch.int64)),
+        lambda logits: logits[:, -1].topk(3, 3),
+    ],
+)
+def test_dimension_that_does_not_exist_raises_torchs_error(function):
+    model, (words, _) = model_of(), batch()
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        function(model(words))
+    with accelerated(model, verbose=False), pytest.raises(IndexError, match="Dimension out of range"):
+        function(model(words))
 
 
 def test_layer_in_the_midst_of_a_model_is_no_head():

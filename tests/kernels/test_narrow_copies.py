@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from loops.pairs import rounding_every_product
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import nano_loop
@@ -258,6 +258,34 @@ def test_hooks_of_the_program_pack_fp32(name):
     assert packed - {torch.int64} == {FP32}
 
 
+def test_outputs_that_hooks_have_packed_are_left_to_them():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU())
+            self.head, self.pack = nn.Linear(64, 32), None
+
+        def forward(self, x):
+            return self.head(self.inner(x) if self.pack is None else self.pack(self.inner, x))
+
+    def offloaded(inner, x):
+        with save_on_cpu():
+            return inner(x)
+
+    def checkpointed(inner, x):
+        return checkpoint(inner, x, use_reentrant=False)
+
+    calls = []
+    torch.manual_seed(0)
+    model, x = Packed(), torch.randn(ROWS)
+    model.inner[0].register_forward_hook(lambda *_: calls.append(None))
+    expected = accelerated(gradients, model, leaf(x))
+    for model.pack, count in ((offloaded, 1), (checkpointed, 2)):
+        calls.clear()
+        assert all(map(torch.equal, accelerated(gradients, model, leaf(x)), expected))
+        assert len(calls) == count
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_recompute_the_same_gradients(use_reentrant):
     model, x = built("perceptron")
@@ -316,14 +344,61 @@ def test_write_between_a_relu_and_a_product_is_torchs_error():
         accelerated(gradients, Written(in_place, before=True), leaf(torch.randn(ROWS)))
 
 
-@pytest.mark.parametrize("write", [in_place, past_the_counter])
+def part_past_the_counter(hidden):
+    hidden[1:].data.mul_(2)
+
+
+@pytest.mark.parametrize("write", [in_place, past_the_counter, part_past_the_counter])
 def test_product_after_a_write_reads_the_new_values(write, kept_in_fp32):
     torch.manual_seed(0)
     model, x = Written(write, before=False), torch.randn(ROWS)
-    ours = accelerated(lambda model: model(x), model)
+
+    def train(model):
+        out = model(x)
+        return out, *torch.autograd.grad(out.square().mean(), [model.third.weight])
+
+    ours = accelerated(train, model)
     with kept_in_fp32():
-        expected = accelerated(lambda model: model(x), model)
+        expected = accelerated(train, model)
+    assert all(map(torch.equal, ours, expected))
+
+
+def test_alias_of_a_tensor_that_is_read_before_the_products_may_be_written_to_between_them(kept_in_fp32):
+    torch.manual_seed(0)
+    model, x = Written(None, before=False), torch.randn(ROWS)
+
+    def forward(x):
+        hidden = torch.relu(model.first(x))
+        alias = hidden.data
+        out = model.second(hidden).detach()
+        alias.mul_(2)
+        return out + model.third(hidden)
+
+    model.forward = forward
+    ours = accelerated(third_of, model, x)
+    with kept_in_fp32():
+        expected = accelerated(third_of, model, x)
     assert torch.equal(ours, expected)
+
+
+def third_of(model, x):
+    return torch.autograd.grad(model(x).square().mean(), [model.third.weight])[0]
+
+
+def test_batch_norm_of_a_result_that_was_written_to_keeps_the_new_values(kept_in_fp32):
+    torch.manual_seed(0)
+    model, x = convolutional().to(memory_format=torch.channels_last), torch.randn(IMAGES)
+    x = leaf(x.to(memory_format=torch.channels_last))
+
+    def train(model, x):
+        hidden = model[0](x)
+        hidden.data.mul_(2).add_(1)
+        return torch.autograd.grad(model[1](hidden).relu().square().mean(), [hidden, model[1].weight])
+
+    ours = accelerated(train, model, x)
+    with kept_in_fp32():
+        expected = accelerated(train, model, x)
+    assert all(map(torch.equal, ours, expected))
 
 
 def test_gradients_are_those_of_the_values_before_a_write():

@@ -172,6 +172,61 @@ def test_gradients_flow_through_a_checkpointed_end(ending, reentrant):
     torch.testing.assert_close(model.layer.weight.grad, gradient, rtol=2e-2, atol=2e-2)
 
 
+class Scaled(torch.autograd.Function):
+    """Returns its input and multiplies gradients by 100."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 100 * gradient
+
+
+def hooked(result):
+    result.register_hook(lambda gradient: 100 * gradient)
+    return result
+
+
+def with_hooked_backward(module):
+    module.register_full_backward_hook(lambda module, of_inputs, of_outputs: (100 * of_inputs[0],))
+    return module
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda h: hooked(torch.sigmoid(h)),
+        lambda h: hooked(torch.sigmoid(h))[:, 1],
+        lambda h: hooked(h.softmax(1)).log(),
+        lambda h: Scaled.apply(torch.tanh(h)),
+        lambda h: Scaled.apply(torch.tanh(h)).flatten(),
+        with_hooked_backward(nn.Sigmoid()),
+    ],
+    ids=["hook", "hook, and a view", "hook inside", "function", "function, and a view", "hook of the module"],
+)
+def test_what_the_program_puts_behind_an_activation_changes_its_gradient(ending, end):
+    model, x = ending(end), X / 40
+    expected = by_hand(model, x)
+    torch.testing.assert_close(model(x), expected, rtol=1e-2, atol=1e-3)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), [model.layer.weight])
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), [model.layer.weight])
+    torch.testing.assert_close(gradient, wanted, rtol=5e-2, atol=5e-2 * wanted.abs().max().item())
+
+
+def test_gradient_of_an_activation_is_retained(ending):
+    kept = []
+
+    def end(hidden):
+        kept.append(torch.sigmoid(hidden))
+        kept[-1].retain_grad()
+        return kept[-1]
+
+    ending(end)(X).sum().backward()
+    assert torch.equal(kept[-1].grad, torch.ones_like(kept[-1]))
+
+
 def test_per_sample_gradients_are_those_of_autocast(ending):
     model = ending(nn.Sigmoid())
     parameters = dict(model.named_parameters())

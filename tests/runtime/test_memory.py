@@ -78,7 +78,8 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding, self.head = nn.Embedding(4000, 256), nn.Linear(256, 4000)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(4))
+        layers = (nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(int(sys.argv[6])))
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x):
         x = self.embedding(x)
@@ -86,7 +87,9 @@ class Net(nn.Module):
             x = layer(x)
         return self.head(x)
 
-@nano_loop.nano(verbose=False, memory_limit=int(sys.argv[3]) * 10**6, precision=sys.argv[4])
+@nano_loop.nano(
+    verbose=False, memory_limit=int(sys.argv[3]) * 10**6, precision=sys.argv[4], optimizer_state=sys.argv[5]
+)
 def train(model, optimizer, shape):
     for _ in range(5):
         words = torch.randint(0, 4000, shape)
@@ -106,13 +109,28 @@ print(json.dumps(train.report["memory"].data.as_dict()))
     ("sequences", "words", "limit"), [(12, 128, 900), (24, 128, 1400), (8, 512, 2000), (24, 128, 100_000)]
 )
 def test_peak_is_predicted_within_a_tenth(sequences: int, words: int, limit: int, precision: str) -> None:
-    command = [sys.executable, "-c", PREDICTED, *map(str, (sequences, words, limit)), precision]
+    found = predicted(sequences, words, limit, precision)
+    assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
+    assert sum(found["parts"].values()) == pytest.approx(found["peak"], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "moments"), [("32", "bf16"), ("bf16-true", "32"), ("bf16-true", "bf16")])
+def test_states_in_another_dtype_than_the_weights_are_predicted(precision: str, moments: str) -> None:
+    found = predicted(2, 8, 100_000, precision, moments, layers=24)
+    assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
+
+
+def predicted(
+    sequences: int, words: int, limit: int, precision: str, moments: str = "32", layers: int = 4
+) -> dict[str, Any]:
+    numbers = map(str, (sequences, words, limit))
+    command = [sys.executable, "-c", PREDICTED, *numbers, precision, moments, str(layers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     print(f"{sequences} × {words}, {precision}: {found['predicted'] / MB:.0f} MB of {found['peak'] / MB:.0f}")
-    assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
-    assert sum(found["parts"].values()) == pytest.approx(found["peak"], rel=0.1)
+    return found
 
 
 def trained(steps: int = 3, body=None, **options):

@@ -62,6 +62,43 @@ def test_images_are_nhwc_inside_and_as_the_caller_has_them_outside(step, make, a
     assert given.is_contiguous()
 
 
+class Returning(nn.Module):
+    """Returns its input, too."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.convolution, self.change = nn.Conv2d(3, 4, 3), change
+
+    def forward(self, x):
+        return self.convolution(self.change(x)), {"input": x, "again": [x]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x, lambda x: x.clone(), lambda x: x.mul_(2).clone(), lambda x: x[:, :1].zero_().expand(-1, 3, -1, -1)],
+    ids=["unchanged", "copied", "doubled in place", "a channel cleared in place"],
+)
+def test_input_that_a_model_returns_is_the_caller_s(step, change):
+    model, x, other = Returning(change), torch.rand(2, 3, 6, 6), torch.rand(2, 3, 6, 6).requires_grad_()
+    expected = x.clone()
+    change(expected)
+    step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
+    _, kept = model(x)
+    assert kept["input"] is kept["again"][0] is x
+    assert torch.equal(x, expected)
+    hidden = other * 1
+    _, kept = model(hidden)
+    assert torch.equal(hidden, kept["input"])
+    kept["input"].sum().backward()
+    assert torch.equal(other.grad, torch.autograd.grad(plainly(change, other).sum(), other)[0])
+
+
+def plainly(change, other):
+    hidden = other * 1
+    change(hidden)
+    return hidden
+
+
 def test_other_models_and_later_calls_are_not_touched(step):
     model, other, x = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), torch.rand(2, 3, 6, 6)
     made = step(ChannelsLast, channels_last=True)

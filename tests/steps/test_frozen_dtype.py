@@ -188,6 +188,32 @@ def test_graph_that_holds_a_weight_is_right_though_it_is_written_to_and_the_run_
     assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
 
 
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), copy.copy])
+def test_copies_of_many_weights_have_each_its_own_numbers(made):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(20)), nn.Linear(128, 2))
+    model[:-1].requires_grad_(False)
+    model[1].weight = model[0].weight
+    expected = [parameter.clone() for parameter in rounded(copy.deepcopy(model)).parameters()]
+    with accelerated(model, **BF16):
+        twin = made(model)
+        assert twin[1].weight is twin[0].weight
+        assert all(map(torch.equal, twin.parameters(), expected))
+
+
+@pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
+@pytest.mark.parametrize("precision", ["32", "auto"])
+def test_weights_can_be_merged_by_data_beside_a_head(precision, monkeypatch):
+    monkeypatch.setattr(frozen_weights, "FEWEST", 4096)
+    with small_heads():
+        model = model_of()
+        model.head.requires_grad_(False)
+        expected = model.head.weight.data + 1
+        with accelerated(model, precision=precision, frozen_dtype="bf16", verbose=False):
+            model.head.weight.data += 1
+        torch.testing.assert_close(model.head.weight.data, expected, rtol=0, atol=2**-8)
+
+
 def test_weight_whose_memory_others_have_stays():
     model = Net()
     array = model.factor.numpy()

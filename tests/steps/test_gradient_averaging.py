@@ -36,10 +36,9 @@ def test_one_process_has_nothing_to_average():
     ("hosts", "folder", "detail"),
     [
         (1, None, "at the end of each backward, through shared memory"),
-        (1, "/nowhere", "at the end of each backward, by gloo"),
         (2, "/nowhere", "during each backward, by gloo"),
     ],
-    ids=["shared memory", "no shared memory", "two hosts"],
+    ids=["shared memory", "two hosts"],
 )
 def test_ranks_take_the_steps_of_one_process_and_are_on_their_own_after_the_run(team, tmp_path, hosts, folder, detail):
     def loop(ranks):

@@ -329,7 +329,12 @@ def test_other_dtypes_and_sparse_gradients_are_errors_too():
 
     with pytest.raises(NanoConfigError, match="dense"):
         nano(optimizer_state="bf16", **QUIET)(loop)(table, SGD(table.parameters(), 0.1, momentum=0.9))
-    nano(precision="bf16-true", **QUIET)(loop)(table, SGD(table.parameters(), 0.1))  # no state without momentum
+    for momentum in (0, 0.9):  # a momentum is sparse, too
+        table.zero_grad()
+        plain = copy.deepcopy(table)
+        loop(plain, SGD(plain.parameters(), 0.1, momentum=momentum))
+        nano(precision="bf16-true", **QUIET)(loop)(table, SGD(table.parameters(), 0.1, momentum=momentum))
+        torch.testing.assert_close(table.weight, plain.weight, rtol=0.01, atol=0.01)
 
 
 def test_the_report_says_what_is_in_c():

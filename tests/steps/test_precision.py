@@ -187,6 +187,41 @@ def test_encoder_with_a_padding_mask_is_evaluated_past_torch_s_fast_path(step, g
     assert not torch.is_autocast_enabled("cuda")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # from the plain loop
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), None], ids=["norm", "no norm"])
+@pytest.mark.parametrize(
+    "lengths", [[4, 3, 2, 4], [4, 1, 4, 3], [3, 3, 2, 1]], ids=["padding", "one position", "all padded"]
+)
+def test_encoder_has_zeros_at_padded_positions_as_on_torch_s_fast_path(step, lengths, norm):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, norm).eval()
+    x, mask = torch.randn(4, 4, 8), torch.arange(4) >= torch.tensor(lengths)[:, None]
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=mask)
+        step(Precision, precision="bf16").apply(TrainingObjects([model]))
+        for way in (mask, torch.zeros(4, 4).masked_fill(mask, -torch.inf)):
+            torch.testing.assert_close(model(x, None, way), expected, rtol=0.05, atol=0.05)
+
+
+def test_encoder_computes_padded_positions_where_torch_does(step):
+    """In training, with gradients, and with padding in front."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+    x, mask = torch.randn(4, 4, 8), torch.arange(4) >= torch.tensor([4, 3, 2, 4])[:, None]
+
+    def outputs():
+        with torch.no_grad():
+            yield model.train()(x, src_key_padding_mask=mask)
+            yield model.eval()(x, src_key_padding_mask=mask.flip(1))
+        yield model.eval()(x, src_key_padding_mask=mask)
+
+    expected = [*outputs()]
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    for output, exact in zip(outputs(), expected, strict=True):
+        torch.testing.assert_close(output, exact, rtol=0.05, atol=0.05)
+
+
 def test_undoing_gives_fp32_back(step):
     model = Net()
     made = step(Precision, precision="bf16")

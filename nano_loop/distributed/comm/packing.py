@@ -10,11 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import foreach_copy
-
-#: The dtypes that can be averaged: complex numbers are viewed as pairs of real ones.
-AVERAGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 #: The shapes and the dtypes of a list's tensors. It is looked up in each step, even for thousands of tensors.
 Signature = tuple[tuple[torch.Size, ...], tuple[torch.dtype, ...]]
@@ -84,11 +80,11 @@ class Places:
         self.views = [memory[piece.offset : piece.offset + piece.shape.numel()].view(piece.shape) for piece in pieces]
         self._pieces = [(piece.index, piece.bounds) for piece in pieces]
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+    def copy_from(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the contiguous tensors of a list to their places."""
         foreach_copy(self.views, self.elements(tensors))
 
-    def empty(self, tensors: Sequence[torch.Tensor]) -> None:
+    def copy_to(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the contents of the batch back into the tensors of the list."""
         foreach_copy(self.elements(tensors), self.views)
 
@@ -111,18 +107,9 @@ def pack(signature: Signature, capacity: int) -> list[Batch]:
         The shapes and dtypes of the list.
     capacity : int
         The maximum number of bytes per batch. Larger tensors are split.
-
-    Raises
-    ------
-    NanoError
-        If a dtype cannot be averaged.
     """
     filling: dict[torch.dtype, list[Batch]] = {}
     for index, (shape, dtype) in enumerate(zip(*signature, strict=True)):
-        if dtype not in AVERAGED:
-            known = ", ".join(str(one).removeprefix("torch.") for one in AVERAGED)
-            hint = "Convert the parameter to one of these dtypes"
-            raise NanoError(error_message(f"a gradient of {dtype}", f"nano_loop averages {known} and complex", hint))
         batches = filling.setdefault(dtype, [Batch(dtype)])
         if shape.numel() * dtype.itemsize > capacity:
             _add_parts(batches, index, shape.numel(), capacity // dtype.itemsize)

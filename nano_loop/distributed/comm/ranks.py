@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -278,11 +277,6 @@ class Ranks:
             return [value]
         return [pickle.loads(data) for data in self.channel.exchange(cloudpickle.dumps(value), what or "gather")]
 
-    def gather_numbers(self, numbers: Sequence[float], what: str) -> list[tuple[float, ...]]:
-        """Return the numbers of all ranks, by rank; faster than `gather`. Collective."""
-        gathered = self.channel.exchange(array("d", numbers).tobytes(), what)
-        return [tuple(array("d", data)) for data in gathered]
-
     def equalize_random_states(self, what: str, states: Sequence[object] = ()) -> None:
         """Give torch's default generator rank 0's state, if ranks that share batches have others. Collective.
 
@@ -290,7 +284,7 @@ class Ranks:
         """
         assert self.context.split is not None
         self.context.split.unequal_since = None
-        if len({*(states or self.gather_numbers([random_state()], what))}) > 1:
+        if len({*(states or self.gather(random_state(), what))}) > 1:
             torch.set_rng_state(self.broadcast(torch.get_rng_state(), what=what))
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -305,8 +299,8 @@ class Ranks:
             return
         for tensor in tensors:
             memory = raw_bytes(whole := resolved(tensor))
-            said = f"broadcast of 0, {len(memory)} bytes"
-            received, *_ = self.channel.exchange(memory if self.rank == 0 else b"", said)
+            what = f"broadcast of 0, {len(memory)} bytes"
+            received, *_ = self.channel.exchange(memory if self.rank == 0 else b"", what)
             if self.rank != 0:
                 memory[:] = received
                 if whole.data_ptr() != tensor.data_ptr():
@@ -332,12 +326,12 @@ class Ranks:
         """
         deadline = time.monotonic() + self.timeout
 
-        def look_around() -> None:
+        def check_others() -> None:
             self.check()
             if time.monotonic() > deadline:
                 raise self._late()
 
-        wait_until(work.is_completed, look_around)
+        wait_until(work.is_completed, check_others)
         try:
             work.wait()  # raises the error of the collective
         except RuntimeError as error:
@@ -345,10 +339,14 @@ class Ranks:
                 raise
             raise self._late() from error  # gloo's timeout started with the collective
 
+    def late_message(self, others: str, purpose: str) -> str:
+        """Return the message for this rank if it has waited in vain for `others`, to do something together."""
+        got = f"rank {self.names[self.rank]} has waited {self.timeout:g} seconds for {others} to {purpose}"
+        hint = f"Find out what delays {others}, or pass a longer timeout"
+        return error_message(got, "every rank must reach it within the timeout", hint)
+
     def _late(self) -> RankLateError:
-        got = f"rank {self.rank} has waited {self.timeout:g} seconds in a collective for the other ranks"
-        hint = "Check what the other ranks are doing, or pass a longer timeout if they are working"
-        message = error_message(got, "every rank must reach it within the timeout", hint)
+        message = self.late_message("the other ranks", "join a collective")
         return RankLateError(message, 1 - self.rank if self.size == 2 else None)
 
 

@@ -260,7 +260,10 @@ class SplitBatches:
             got = f"a backward after batches of which this rank has {counts} samples"
             expected = "batches that are computed together must be split in the same ratio"
             size = shares[0].size
-            hint = f"Make their batches of one size, or of multiples of {size} samples, with drop_last=True"
+            hint = (
+                f"Make their batches of one size, or of multiples of {size} samples, with drop_last=True. "
+                "Evaluate others under torch.no_grad()"
+            )
             raise NanoError(error_message(got, expected, hint))
         return self.weight
 
@@ -299,5 +302,7 @@ def batch_sums(batch: Any) -> tuple[float, ...]:
     dense = [tensor for tensor in find(torch.Tensor, batch) if tensor.layout is torch.strided and tensor.numel()]
     tensors = [one for one in dense if not (one.is_nested or one.is_quantized or one.is_complex())]
     summed = [tensor for tensor in tensors if tensor.is_floating_point()] or tensors
-    totals = [torch.atleast_1d(tensor.detach().double()).sum(0).flatten() for tensor in summed]  # type: ignore[no-untyped-call]
+    # Missing values, such as labels, would make all sums NaN.
+    finite = [tensor.detach().double().nan_to_num(nan=0.5, posinf=1.0, neginf=-1.0) for tensor in summed]
+    totals = [torch.atleast_1d(tensor).sum(0).flatten() for tensor in finite]  # type: ignore[no-untyped-call]
     return tuple(float(total @ torch.linspace(1, 2, len(total), dtype=torch.float64)) for total in totals)

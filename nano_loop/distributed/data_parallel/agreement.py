@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from nano_loop.distributed.data_parallel.buckets import NONE
 from nano_loop.distributed.data_parallel.gradients import AveragedGradients
 from nano_loop.distributed.data_parallel.initial_sync import Named, make_equal, named_buffers
 from nano_loop.distributed.data_parallel.parameters import Parameters
+from nano_loop.distributed.data_parallel.sample_weights import Weight
 from nano_loop.errors import NanoWorkerError, RankLateError, RankLeftError, error_message
 from nano_loop.patching.members import buffers_of
 from nano_loop.patching.user_code import warn, warn_once
@@ -76,6 +76,8 @@ class Fingerprint(NamedTuple):
         The state of `nano_loop.distributed.data_parallel.buckets.Overlap`.
     losses : tuple of float
         The result of `nano_loop.distributed.data_parallel.roots.WeightedRoots.values`, if ranks share a batch.
+    weights : tuple of Weight
+        The result of `nano_loop.distributed.data_parallel.sample_weights.SampleWeights.take`, likewise.
     random_state : int
         A checksum of the state of torch's default generator, if ranks share a batch.
     batches : int
@@ -96,6 +98,7 @@ class Fingerprint(NamedTuple):
     gradients: tuple[float, float] = (0.0, 0.0)
     overlap: int = 0
     losses: tuple[float, ...] = ()
+    weights: tuple[Weight, ...] = ()
     random_state: int = 0
     batches: int = 0
     is_undrawn: bool = False
@@ -114,7 +117,7 @@ class Fingerprint(NamedTuple):
 def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
     """Raise a `NanoWorkerError` that names the differences and their ranks, if ranks have diverged.
 
-    `arrived`, `gradients`, `losses` and `overlap` may differ. NaN equals NaN.
+    `arrived`, `gradients`, `losses`, `weights` and `overlap` may differ. NaN equals NaN.
     """
     if len({(repr(one.rates), len(one.arrived), *_COUNTS(one)) for one in fingerprints}) == 1:
         return
@@ -181,6 +184,7 @@ class Agreement:
         arrived: bytes,
         overlap: int = NONE,
         losses: tuple[float, ...] = (),
+        weights: tuple[Weight, ...] = (),
         *,
         is_posted: bool = False,
     ) -> list[Fingerprint]:
@@ -190,11 +194,10 @@ class Agreement:
         ----------
         purpose : {"average", "sync", "losses"}
             The next operation.
-        arrived, overlap, losses, is_posted
+        arrived, overlap, losses, weights, is_posted
             See `Fingerprint`.
         """
         compares_work = purpose == "average" and checksums.is_due(self.averagings)
-        rates = [group.get("lr") for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
         in_order, split = self._parameters.in_order, self._ranks.context.split
         own_fingerprint = Fingerprint(
             purpose,
@@ -202,11 +205,12 @@ class Agreement:
             steps=self.steps,
             added_parameters=len(self._parameters.added_parameters),
             shapes=self._checksum_of_shapes() if purpose == "average" else 0,
-            rates=tuple(float(rate) if isinstance(rate, (int, float, torch.Tensor)) else math.nan for rate in rates),
+            rates=checksums.rates_of(self._parameters.optimizers),
             arrived=arrived,
             gradients=checksums.gradient_checksum(in_order) if compares_work else (0.0, 0.0),
             overlap=overlap,
             losses=losses,
+            weights=weights,
             random_state=(state := 0 if split is None else random_state()),
             batches=0 if split is None else split.checksum,
             is_undrawn=split is not None and split.unequal_since == state,

@@ -26,7 +26,7 @@ from nano_loop.data.random_states import diverge_rng
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.agreement import Agreement, Fingerprint
-from nano_loop.distributed.data_parallel.buckets import GroupTransport, Overlap
+from nano_loop.distributed.data_parallel.buckets import NONE, GroupTransport, Overlap
 from nano_loop.distributed.data_parallel.checksums import checksums
 from nano_loop.distributed.data_parallel.comparison import Comparison
 from nano_loop.distributed.data_parallel.drawing_operators import drawing
@@ -133,10 +133,6 @@ class Averaging:
                 self._at_step[optimizer] = self._agreement.averagings
         self._parameters.add(models, optimizers)
 
-    def use(self, transport: Transport) -> None:
-        """Transfer gradients by another transport from now on. Collective, as is its creation."""
-        self._transport = transport
-
     @contextmanager
     def paused(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Only record gradients of parameters of `models`; the first averaging afterwards includes them."""
@@ -181,11 +177,11 @@ class Averaging:
             self._has_trained = True
             self._parameters.refresh()
             held = {id(parameter) for model in self._paused for parameter in parameters_of(model)}
-            losses = () if self._roots is None else self._roots.values()
+            values = () if self._roots is None else (self._roots.values(), self._roots.sample_weights.take())
             arrived = self._parameters.arrived(self._waiting - held)
             posted = self._post() if are_all_dense([arrived]) else None
             fingerprints = self._agreement.exchange(
-                "average", arrived, self._overlap.state, losses, is_posted=posted is not None
+                "average", arrived, self._overlap.state, *values, is_posted=posted is not None
             )
             self._set_losses(fingerprints)
             self._average(fingerprints, posted)
@@ -261,11 +257,14 @@ class Averaging:
                 self.average()
             elif self._roots is not None:
                 nothing = self._parameters.arrived(set())
-                self._set_losses(self._agreement.exchange("losses", nothing, losses=self._roots.values()))
+                values = self._roots.values(), self._roots.sample_weights.take()
+                self._set_losses(self._agreement.exchange("losses", nothing, NONE, *values))
 
     def _set_losses(self, fingerprints: Sequence[Fingerprint]) -> None:
         """Replace the losses of a backward by the means over all ranks, if they share a batch."""
         if self._roots is not None:
+            if self._ranks.rank == 0:
+                self._roots.compare_weights([fingerprint.weights for fingerprint in fingerprints])
             self._roots.become_means([fingerprint.losses for fingerprint in fingerprints])
 
     def _all_paused(self) -> bool:
@@ -296,6 +295,8 @@ class Averaging:
             return with_closure(args, kwargs, lambda: mean_loss(closure(), self._ranks))
         if not self._all_paused():
             self._settle(optimizer)
+        if self._roots is not None and optimizer in self._at_step and not in_backward():
+            self._roots.comparison.before_step(optimizer, are_means=not self._all_paused())
         return None
 
     def _settle(self, optimizer: Optimizer) -> None:

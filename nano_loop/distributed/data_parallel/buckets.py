@@ -65,8 +65,7 @@ class GroupTransport:
 
     def __init__(self, ranks: Ranks, group: Any = None, *, capacity: int = _CAPACITY) -> None:
         self._ranks, self._group, self._capacity = ranks, group, capacity
-        self._memory: list[torch.Tensor] = []  # by bucket; kept because allocating new pages takes time
-        self._is_open, self._has_begun = True, False
+        self._has_begun = False
         self._plan = _plan(((), ()), capacity)
         self._tensors: list[Any] = []  # of the current list, except those that have not arrived
         self._missing: list[int] = []  # number of tensors by bucket
@@ -88,8 +87,6 @@ class GroupTransport:
 
     def begin(self, signature: Signature) -> None:
         """Start to average a list whose tensors have not arrived yet. Collective."""
-        if not self._is_open:
-            raise NanoError(error_message("averaging after the run", "the transport is closed", "Start another run"))
         if self._has_begun:
             got = "an averaging after one that was interrupted"
             raise NanoError(error_message(got, "the ranks are out of step", "Start another run"))
@@ -97,7 +94,8 @@ class GroupTransport:
         batches = self._plan.batches
         self._tensors, self._handles = [None] * len(signature[0]), []
         self._missing = [len(batch.pieces) for batch in batches]
-        self._buckets = [self._bucket(number, batch.length, batch.dtype) for number, batch in enumerate(batches)]
+        self._buckets, self._places = [], []  # frees the previous ones first
+        self._buckets = [_empty_bucket(batch) for batch in batches]
         self._places = [batch.places(bucket) for batch, bucket in zip(batches, self._buckets, strict=True)]
         self._has_begun = True
 
@@ -108,7 +106,7 @@ class GroupTransport:
         for number in self._plan.buckets_of[index]:
             self._missing[number] -= 1
         while len(self._handles) < len(self._buckets) and not self._missing[len(self._handles)]:
-            self._places[len(self._handles)].fill(self._tensors)
+            self._places[len(self._handles)].copy_from(self._tensors)
             self._send()
 
     @torch.no_grad()
@@ -126,10 +124,7 @@ class GroupTransport:
     def write(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the means of a finished list to `tensors`, which have the same shapes."""
         for places in self._places:
-            places.empty(tensors)
-
-    def leave(self) -> None:
-        """Do nothing: ranks on several hosts detect it by the timeout or by their launcher."""
+            places.copy_to(tensors)
 
     def close(self) -> None:
         """Release all memory, and the group.
@@ -137,21 +132,17 @@ class GroupTransport:
         If a gloo group is garbage-collected in a forked process, such as a loader's worker, it ends that process,
         because it joins threads that do not exist there.
         """
-        self._memory, self._buckets, self._places, self._handles = [], [], [], []
-        self._group, self._is_open = None, False
+        self._buckets, self._places, self._handles = [], [], []
+        self._group = None
 
     def _send(self) -> None:
         bucket = self._buckets[len(self._handles)]
         self._handles.append(distributed.all_reduce(bucket, group=self._group, async_op=True))
 
-    def _bucket(self, number: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-        dtype = torch.float32 if is_summed_wider(dtype) else dtype
-        nbytes = length * dtype.itemsize
-        if number == len(self._memory):
-            self._memory.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
-        if self._memory[number].numel() < nbytes:
-            self._memory[number] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return self._memory[number][:nbytes].view(dtype)
+
+def _empty_bucket(batch: Batch) -> torch.Tensor:
+    dtype = torch.float32 if is_summed_wider(batch.dtype) else batch.dtype
+    return torch.empty(batch.length, dtype=dtype, device="cpu")
 
 
 class Overlap:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.optim import Optimizer
 
 from nano_loop.distributed.comm.raw_bytes import raw_tensor, resolved
 from nano_loop.distributed.data_parallel.initial_sync import Named
@@ -68,6 +69,17 @@ def gradient_checksum(parameters: Sequence[torch.Tensor]) -> Pair:
         sum_, length = sum_and_norm(parameter.grad)
         total, norm = total + factor * sum_, norm + factor * length
     return total, norm
+
+
+def rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
+    """Return the learning rates of all groups; NaN for a group without one."""
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+    return tuple(float(rate) if isinstance(rate, (int, float, torch.Tensor)) else math.nan for rate in rates)
+
+
+def norm_of_gradients(parameters: Iterable[torch.Tensor]) -> float:
+    """Return the norm of all gradients of `parameters` together."""
+    return math.hypot(*(sum_and_norm(parameter.grad)[1] for parameter in parameters))
 
 
 def first_unequal(gathered: Sequence[Sequence[Pair]], named: Sequence[Named]) -> tuple[str, int, str] | None:

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from nano_loop.data.random_states import checksum_of_libraries
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import REDUCTION, SplitBatches, random_state
-from nano_loop.distributed.data_parallel.checksums import are_equal, checksums
+from nano_loop.distributed.data_parallel.checksums import are_equal, checksums, norm_of_gradients, rates_of
 from nano_loop.distributed.data_parallel.last_layers import split_by_depth
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.optimizers import held_by
 from nano_loop.patching.torch_private_autograd import has_tensor_hooks, in_backward
+from nano_loop.patching.user_code import warn
 
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses; in bf16
 _DOUBLE = 1e-6  # of models in fp64, which may compute parts in fp32
@@ -29,7 +32,12 @@ _DOUBLE = 1e-6  # of models in fp64, which may compute parts in fp32
 _SAME_LOSSES = {_TOLERANCE: 1e-5, _ROUNDED: _ROUNDED, _DOUBLE: 1e-10}
 _OF_ALL = 1e-2  # of the tolerance: differences that are smaller, relative to all gradients, do not count
 _SAME_SUM, _MOST_ROUNDING = 1e-7, 0.05
+_CHANGED, _MOST_CHANGED = 1e-2, 0.25  # of the norm in a step; if rounding explains differences
+_OF_ALL_RANKS = "with split_batches, gradients are those of the whole batch after the backward"
+_COUNT = 'Take the samples of all ranks, such as nano_loop.all_reduce(len(x), reduce_op="sum"), and not len(x)'
 _UNDIVIDED = "random numbers that are not divided"
+_DRAWS = "with split_batches, NumPy and random draw for the rank's part only, and alike on all ranks with equal parts"
+_DRAW = "Draw one value for each sample by torch, or mix samples in collate_fn. If the loop may draw so, ignore this"
 _RULE = "with split_batches, a loss must be a mean or a sum over independent samples"
 _WAYS = (
     "Divide a sum of losses by the count of all ranks and by nano_loop.share(), exchange statistics of a batch as "
@@ -57,6 +65,8 @@ class Comparison:
         The number of backwards in which they were compared.
     rounding : float
         The largest difference attributed to rounding, relative to the norm of all gradients.
+    tolerance : float
+        The largest relative difference of equal gradients.
     """
 
     def __init__(self, ranks: Ranks, split: SplitBatches, *, is_rounded: bool = False) -> None:
@@ -65,7 +75,7 @@ class Comparison:
         self._witness = ranks.context.witness
         self._told: dict[str, Any] | None = None
         self._stepped: dict[int, Optimizer] = {}  # by id
-        self._tolerance = _ROUNDED if is_rounded else _TOLERANCE
+        self.tolerance = _ROUNDED if is_rounded else _TOLERANCE
         self._losses: list[float] = []  # of the whole batch
         self._last_layers: list[set[int]] = []  # the ids of their parameters
         self._earlier: set[int] = set()  # the ids of parameters of other layers, in any backward until now
@@ -74,28 +84,31 @@ class Comparison:
         if self._witness is not None:
             self.why_not = "no backward came before the first step"
 
+    @property
+    def is_comparing(self) -> bool:
+        """Whether the witness has computed the current backward; False on ranks other than 0."""
+        return self._told is not None
+
     def note_call(self, inputs: Any, *, trains: bool) -> None:
         """Record the precision and the batch with which a model is called; see `SplitBatches.note_call`."""
         self.split.note_call(inputs, trains=trains)
         if torch.is_autocast_enabled("cpu"):
-            self._tolerance = _ROUNDED
+            self.tolerance = _ROUNDED
 
     def begin_backward(self, losses: Sequence[torch.Tensor]) -> None:
         """Read the witness's results for this backward; collective at the first one of a split batch."""
         self._forget()
-        told = None if self._witness is None else self._witness.next(self._ranks.check)
-        if told is None:
-            self._stop(getattr(self._witness, "why", ""))
+        told = self._next("backward")
         share = self.split.share
         if self.split.reduction is None and share is not None and not share.is_whole:
             by_rank = self._ranks.gather(([float(loss.detach()) for loss in losses], self.split.sums), REDUCTION)
             if told is not None and not _are_parts(told["sums"], [sums for _, sums in by_rank]):
                 self._stop("samples that are drawn at random, or in another order")
                 told = None
-            is_sum = told is not None and _are_sums(told["losses"], [values for values, _ in by_rank], self._tolerance)
+            is_sum = told is not None and _are_sums(told["losses"], [values for values, _ in by_rank], self.tolerance)
             self.split.reduction = self._ranks.broadcast("sum" if is_sum else "mean", what=REDUCTION)
         self._told, self._losses = told, []
-        if told is not None and self._tolerance != _ROUNDED:
+        if told is not None and self.tolerance != _ROUNDED:
             self._last_layers, earlier = split_by_depth(losses)
             self._earlier |= earlier
 
@@ -141,16 +154,20 @@ class Comparison:
             distances = [_distance(parameter.grad, other) for (_, parameter), other in zip(named, whole, strict=True)]
             sizes = [_distance(gradient, None) for gradient in whole]
         off, size = math.hypot(*distances), math.hypot(*sizes)
-        if self._tolerance == _TOLERANCE and all(parameter.dtype == torch.float64 for _, parameter in named):
-            self._tolerance = _DOUBLE
+        if self.tolerance == _TOLERANCE and all(parameter.dtype == torch.float64 for _, parameter in named):
+            self.tolerance = _DOUBLE
         wrong = self._wrong_layer([id(parameter) for _, parameter in named], distances, sizes)
-        is_off = bool(wrong) or off > self._tolerance * size
-        is_divided = not told["drawn"] and told["random_state"] == random_state()
+        is_off = bool(wrong) or off > self.tolerance * size
+        # Numbers that do not depend on the batch's size, such as mixup's factor, are the same.
+        is_drawn_alike = not told["drawn"] or told["libraries"] == checksum_of_libraries()
+        is_divided = is_drawn_alike and told["random_state"] == random_state()
         if is_off and not is_divided:
+            got = f"gradients of shares that differ from those of whole batches, due to {_UNDIVIDED}"
+            warn(error_message(got, _DRAWS, _DRAW))
             self._stop(_UNDIVIDED)
             return
         self.compared += 1
-        is_bounded = not wrong and (self._tolerance == _ROUNDED or off <= _MOST_ROUNDING * size)
+        is_bounded = not wrong and (self.tolerance == _ROUNDED or off <= _MOST_ROUNDING * size)
         has_hooks = any(has_tensor_hooks(parameter) for _, parameter in named)  # which change a share's gradient
         if is_off and is_bounded and not has_hooks and self._is_rounding(told["losses"], distances, sizes):
             self.rounding = max(self.rounding, off / size)
@@ -162,25 +179,66 @@ class Comparison:
             got = f"gradients of shares that differ {ratio} from those of whole batches, most in {named[worst][0]}"
             raise NanoError(error_message(got, _RULE, _WAYS))
 
+    def _next(self, kind: str) -> dict[str, Any] | None:
+        """Return the witness's report on its next operation, which should be of this kind, or None if it ends."""
+        told = None if self._witness is None else self._witness.next(self._ranks.check)
+        if told is None:
+            self._stop(getattr(self._witness, "why", ""))
+        elif told["kind"] != kind:
+            got = f"a {kind} where the loop with whole batches has a {told['kind']}"
+            warn(error_message(got, "with split_batches, all loops must take the same steps", _COUNT))
+            self._stop(f"the loop takes a {kind} at another place")
+            return None
+        return told
+
+    def before_step(self, optimizer: Optimizer, *, are_means: bool) -> None:
+        """Compare a step's rates and gradients, which the loop may have changed since the backward.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            The optimizer that steps.
+        are_means : bool
+            Whether the gradients have been averaged.
+
+        Raises
+        ------
+        NanoError
+            If they differ.
+        """
+        told = None if self._witness is None else self._next("step")
+        if told is None or not self.compared or not are_means:
+            return
+        rates = rates_of([optimizer])
+        if repr(rates) != repr(tuple(told["rates"])):
+            got = f"learning rates {[*rates]}, and {[*told['rates']]} with whole batches"
+            raise NanoError(error_message(got, "with split_batches, they must be equal", _COUNT))
+        own, norm = norm_of_gradients(held_by(optimizer)), told["norm"]
+        allowed = _MOST_CHANGED if self.tolerance == _ROUNDED or self.rounding else _CHANGED
+        if not math.isclose(own, norm, rel_tol=allowed) and math.isfinite(own + norm):
+            norms = f"the norm {own:.3g}, and {norm:.3g} with whole batches"
+            got = f"gradients in optimizer.step() with {norms}, unlike after the backward"
+            raise NanoError(error_message(got, _OF_ALL_RANKS, _COUNT))
+
     def _wrong_layer(self, ids: Sequence[int], distances: Sequence[float], sizes: Sequence[float]) -> list[int]:
         """Return the places of the parameters of a last layer if some gradients of it differ and none is equal."""
-        least = _OF_ALL * self._tolerance * math.hypot(*sizes)
+        least = _OF_ALL * self.tolerance * math.hypot(*sizes)
         for layer in self._last_layers:
             places = [place for place, one in enumerate(ids) if one in layer and one not in self._earlier]
             own = [(distances[place], sizes[place]) for place in places]
-            if any(off > max(least, self._tolerance * size) for off, size in own) and not any(
-                off <= self._tolerance * size and size > least for off, size in own
+            if any(off > max(least, self.tolerance * size) for off, size in own) and not any(
+                off <= self.tolerance * size and size > least for off, size in own
             ):
                 return places
         return []
 
     def _is_rounding(self, losses: Sequence[float], distances: Sequence[float], sizes: Sequence[float]) -> bool:
         """Whether losses are the same, and so is the gradient of some parameter."""
-        nearest = _SAME_LOSSES[self._tolerance]
+        nearest = _SAME_LOSSES[self.tolerance]
         return (
             0 < len(losses) == len(self._losses)
             and all(math.isclose(*pair, rel_tol=nearest) for pair in zip(losses, self._losses, strict=True))
-            and any(off <= self._tolerance * size > 0 for off, size in zip(distances, sizes, strict=True))
+            and any(off <= self.tolerance * size > 0 for off, size in zip(distances, sizes, strict=True))
         )
 
     def after_step(self, optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> None:

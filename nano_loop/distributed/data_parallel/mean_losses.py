@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 from nano_loop.distributed.comm.mismatch import MEAN_LOSS
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.data_parallel.sample_weights import OVER_ALL_RANKS
 from nano_loop.kernels.head.cross_entropy import MEAN, SUM, denominator, mean_of_rows
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import listening
@@ -71,11 +73,14 @@ def _over_all_ranks(
         return mean
     count = count_rows()
     loss = mean if count else summed()  # the mean of no rows is NaN
-    parts = ranks.gather_numbers([count * float(loss.detach()), count], MEAN_LOSS)
+    parts = ranks.gather((count * float(loss.detach()), count), MEAN_LOSS)
     total_loss, total = map(sum, zip(*parts, strict=True))
     # The root of the backward has the weight of the share.
     factor = count * share.total / (total * share.samples) if total else 1.0
     if factor != 1:
         loss = loss * factor
+    node: Any = loss.grad_fn
+    if node is not None:
+        node.metadata[OVER_ALL_RANKS] = True
     loss.data = torch.full_like(loss.detach(), total_loss / total if total else math.nan)
     return loss

@@ -21,10 +21,12 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import Share
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import base_of
-from nano_loop.patching.user_code import users_place
+from nano_loop.patching.user_code import users_place, warn
 
 #: Name of the exchange at the first draw at a place in the program.
 DRAWING = "a draw of random numbers"
+_ALIKE = "with split_batches and equal parts, these are the same on all ranks, unless the first step draws them"
+_PER_SAMPLE = "If they are per sample, draw them by a function such as torch.randn_like, or from the first step on"
 #: The code of modules whose dropout inputs have time as the first dimension.
 _RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.RNN, nn.LSTM, nn.GRU))
 
@@ -67,9 +69,11 @@ def _is_default(generator: torch.Generator | None) -> bool:
 class RandomDraws:
     """Draws from any generator, in the loop's thread.
 
-    Whether a draw has a batch dimension is determined once per place in the program: from the tensor's sizes on all
+    Whether a draw has a batch dimension is determined once per place in the program and number of the draw there in its
+    batch, since a loop may draw for activations and weights at one place. It follows from the tensor's sizes on all
     ranks if these have different numbers of samples, and otherwise from its sizes in the witness. If the witness does
-    not report them, masks and ``*_like`` of tensors that are not parameters are assumed to have one.
+    not report them, the draw is like all others at its place. If there are none, masks and ``*_like`` of tensors that
+    are not parameters are assumed to have a batch dimension.
 
     Parameters
     ----------
@@ -89,9 +93,11 @@ class RandomDraws:
         self.drawn_alike: dict[str, None] = {}
         self._ranks = ranks
         self._in_witness = in_witness
-        self._sites: dict[tuple[int, ...], int | None] = {}  # the dimension of the batch, by place
-        self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # see `_Part`, by place
-        self._unknown: set[tuple[int, ...]] = set()  # places for which the witness has reported nothing
+        self._places: dict[tuple[int, ...], int] = {}  # the number of draws for the current batch, by place
+        self._sites: dict[tuple[int, ...], int | None] = {}  # the dimension of the batch, by place and number
+        self._dimensions: dict[tuple[int, ...], set[int | None]] = {}  # all dimensions of the batch at a place
+        self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # see `_Part`, by place and number
+        self._unknown: set[tuple[int, ...]] = set()  # draws for which the witness has reported nothing
         self._draws = False  # whether a tensor is being drawn for the whole batch
 
     def draw(
@@ -121,10 +127,18 @@ class RandomDraws:
         number, split.draws = split.draws, split.draws + 1  # a nested draw counts as well
         if self._draws:
             return None
-        site = _site(tensor.dim())
+        if not number:
+            self._places.clear()
+        place = _site(tensor.dim())
+        site = *place, self._places.setdefault(place, 0)
+        self._places[place] += 1
+        known = self._dimensions.setdefault(place, set())
         if site not in self._sites:
             self._learn(site, tensor, share, number)
-        dimension = self._sites[site] if site in self._sites else self._guessed(tensor, share, is_mask)
+        if site in self._sites:
+            known.add(dimension := self._sites[site])
+        else:
+            dimension = next(iter(known)) if len(known) == 1 else self._guessed(tensor, share, is_mask)
         if dimension is None or tensor.size(dimension) % share.samples:
             return None
         times = tensor.size(dimension) // share.samples  # of flattened samples, or of heads of an attention
@@ -179,8 +193,12 @@ class RandomDraws:
         if is_mask and tensor.dim() > 2 and tensor.size(1) == share.samples:  # time comes first, as in transformers
             return 1
         is_of_batch = tensor.size(0) == share.samples or (is_mask and tensor.size(0) % share.samples == 0)
-        if is_of_batch and (place := users_place()) is not None:
-            self.drawn_alike[f"{os.path.basename(place.filename)}:{place.number}"] = None
+        if is_of_batch and not is_of_parameter(tensor) and (place := users_place()) is not None:
+            line = f"{os.path.basename(place.filename)}:{place.number}"
+            if line not in self.drawn_alike and self._ranks.rank == 0:
+                got = f"{line} draws random numbers of the shape {[*tensor.shape]}, not known to be per sample"
+                warn(error_message(got, _ALIKE, _PER_SAMPLE))
+            self.drawn_alike[line] = None
         return None
 
 

@@ -22,8 +22,8 @@ from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.distributed.data_parallel.comparison import Comparison
+from nano_loop.distributed.data_parallel.sample_weights import SampleWeights, Weight
 from nano_loop.distributed.data_parallel.witness import losses_among
-from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.calls.backward import roots_weighted
 
 
@@ -43,6 +43,7 @@ class WeightedRoots:
         self.comparison = comparison
         self._roots: list[weakref.ref[torch.Tensor]] = []  # loss values of the current backward
         self._weight = 1.0
+        self.sample_weights = SampleWeights()
 
     def weighted(self) -> AbstractContextManager[None]:
         """Return a context in which backwards of the loop's thread start with weighted gradients."""
@@ -66,6 +67,15 @@ class WeightedRoots:
             if float(root.detach()) != mean:  # the loss of a mean over all ranks' rows has it already
                 root.data = torch.full_like(root.detach(), mean)
 
+    def compare_weights(self, by_rank: Sequence[Sequence[Weight]]) -> None:
+        """Warn if the ranks' samples have different weights; see `SampleWeights.compare`.
+
+        The loss of a single sample may have no reduction.
+        """
+        share = self._split.share
+        if share is not None and share.total >= 2 * share.size:
+            self.sample_weights.compare(by_rank, self.comparison.tolerance, is_compared=self.comparison.is_comparing)
+
     def scale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Multiply gradients that the loop itself has computed by the weight of this rank's share."""
         weight = self._split.begin_backward()
@@ -83,8 +93,8 @@ class WeightedRoots:
         self.comparison.begin_backward(losses)
         self._weight = weight = self._split.begin_backward()
         self._roots = [weakref.ref(loss) for loss in losses]
-        is_one = isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge))
-        roots = [tensors] if is_one else [*tensors]
+        self.sample_weights.watch(losses, weight)
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
         gradients = [*grad_tensors] if isinstance(grad_tensors, (list, tuple)) else [grad_tensors] * len(roots)
         if weight == 1 or len(gradients) != len(roots):  # torch raises the error
             return grad_tensors
@@ -94,10 +104,7 @@ class WeightedRoots:
 def _weighted(root: Any, gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
     if gradient is not None:
         return gradient * weight
-    if isinstance(root, torch.Tensor):
-        return torch.full_like(root, weight) if root.numel() == 1 else None  # otherwise torch raises
-    got, expected = "a backward from a GradientEdge without a gradient", "with split_batches it gets a weight"
-    raise NanoError(error_message(got, expected, "Pass grad_tensors, such as torch.ones(())"))
+    return torch.full_like(root, weight) if root.numel() == 1 else None  # otherwise torch raises
 
 
 def mean_loss(loss: Any, ranks: Ranks) -> Any:
@@ -109,7 +116,7 @@ def mean_loss(loss: Any, ranks: Ranks) -> Any:
         mean = ranks.mean(torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64))
     else:
         own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        values, weights = zip(*ranks.gather_numbers([own, split.weight], AVERAGING), strict=True)
+        values, weights = zip(*ranks.gather((own, split.weight), AVERAGING), strict=True)
         # After a backward, every rank has the loss of the whole batch already.
         total = values[0] if len({*values}) == 1 else sum(map(operator.mul, values, weights)) / ranks.size
         mean = torch.tensor(total, dtype=loss.dtype if isinstance(loss, torch.Tensor) else torch.float64)

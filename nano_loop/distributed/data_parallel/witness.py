@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from nano_loop.data.random_states import differing, process_states
+from nano_loop.data.random_states import checksum_of_libraries, differing, process_states
 from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.distributed.comm.split_batches import batch_sums, random_state
-from nano_loop.distributed.data_parallel.checksums import checksums
+from nano_loop.distributed.data_parallel.checksums import checksums, norm_of_gradients, rates_of
 from nano_loop.distributed.data_parallel.drawing_operators import drawing
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.distributed.data_parallel.random_draws import may_be_by_batch, order_of
@@ -111,7 +111,7 @@ class Witness(LoaderChange):
         return grad_tensors
 
     def _end(self) -> None:
-        if not self._is_here:
+        if not self._is_here or not self._parameters.in_order:
             return
         while self._file.exists():
             time.sleep(0.005)
@@ -125,6 +125,7 @@ class Witness(LoaderChange):
             sums=self._sums,
             random_state=random_state(),
             drawn=any(others),  # by libraries other than torch
+            libraries=checksum_of_libraries(),
             draws=self._draws,
             batches=self._batches,
             file=str(self._file),
@@ -134,13 +135,17 @@ class Witness(LoaderChange):
         self._reports += 1
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Report gradients that no backward has computed since the last step, but the loop itself."""
+        """Report the step, and before it, gradients that the loop has computed itself without a backward."""
         is_own = self._at_step.get(id(optimizer), 0) == self._reports and not in_backward()
         is_own = is_own and closure_of(args, kwargs) is None
         is_set_up = any(one is optimizer for one in self._parameters.optimizers)
         if is_own and is_set_up and any(parameter.grad is not None for parameter in held_by(optimizer)):
             self._losses = []
             self._end()
+        if is_set_up and not in_backward() and closure_of(args, kwargs) is None:
+            rates = rates_of([optimizer])
+            norm = norm_of_gradients(held_by(optimizer))
+            self._report("step", norm=norm, rates=rates, draws=self._draws, batches=self._batches)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_here:

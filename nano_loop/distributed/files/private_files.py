@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import io
 import os
 import shutil
@@ -35,17 +34,6 @@ _OF_MULTIPROCESSING = "pymp-"  # prefix of its folders, which contain sockets an
 _sanitize = "_sanitize_params"  # tempfile's private function that chooses the folder; there is no public hook
 
 _overlay = Overlay()
-_forever = ExitStack()  # never closed: the replacements of `prepare` last until the process ends
-
-
-@functools.cache
-def prepare() -> None:
-    """Replace the functions in this process and its forks. They behave as before until `redirect_files` is called.
-
-    This takes 10 ms in a forked process, which copies each memory page that it writes to, so the process that workers
-    are forked from does it once.
-    """
-    _replace_functions(_forever)
 
 
 def redirect_files(run: Path, rank: int) -> None:
@@ -58,7 +46,7 @@ def redirect_files(run: Path, rank: int) -> None:
     rank : int
         The rank of this process.
     """
-    prepare()
+    _replace_functions(ExitStack())  # never closed: they last as long as the process
     place = f"{place_of(run)}/{rank}"
     original_os.mkdir(place, 0o700)
     _begin(rank, place, f"{place}/temporary", run, began(run))

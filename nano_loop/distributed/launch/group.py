@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import psutil  # type: ignore[import-untyped,unused-ignore]
 from torch import distributed
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
-from nano_loop.cpu.native_output import without_lines
 from nano_loop.distributed.comm.ranks import Ranks, wait_until
 from nano_loop.distributed.files.private_files import shards
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
@@ -23,7 +22,7 @@ from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_group import NAME, SharedGroup, SharedGroups
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.patch_table import process_wide
-from nano_loop.patching.torch_private import forget_group_count, is_older_than
+from nano_loop.patching.torch_private import forget_group_count
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
@@ -97,7 +96,7 @@ def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: s
     """
     timeout = timedelta(seconds=ranks.timeout)
     try:
-        with _through_interface_of(address), without_greeting(), ExitStack() as stack:
+        with _through_interface_of(address), ExitStack() as stack:
             # torch replaces it by a hook that prefixes every line with the rank.
             stack.callback(setattr, sys, "excepthook", sys.excepthook)
             distributed.init_process_group(
@@ -122,7 +121,7 @@ def gradient_group(ranks: Ranks, *, address: str | None = None) -> Iterator[None
     address : str or None
         See `process_group`.
     """
-    with _through_interface_of(address), without_greeting():
+    with _through_interface_of(address):
         ranks.context.gradient_group = distributed.new_group(timeout=timedelta(seconds=ranks.timeout))
     try:
         yield
@@ -197,14 +196,3 @@ def _interface_of(address: str | None) -> str | None:
         if any(entry.address == address for entry in addresses):
             return str(name)
     return None
-
-
-@contextmanager
-def without_greeting() -> Iterator[None]:
-    """Hide the line that gloo prints to standard output when it is connected.
-
-    In torch 2.8, gloo always prints it from C++; later versions hide it unless ``GLOO_LOG_LEVEL`` requests it
-    (pytorch/gloo#467).
-    """
-    with without_lines(1, b"[Gloo] ") if is_older_than(2, 13) else nullcontext():
-        yield

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped,unused-ignore]
+
 from nano_loop.distributed.comm.system_limits import SHARED_MEMORY
 from nano_loop.distributed.files.folder import discard_workers_files, workers_files
 from nano_loop.errors import NanoError, error_message
@@ -83,7 +85,6 @@ def shared_memory_device() -> int:
 # releases when it ends. The process id in the folder's name is not sufficient, because containers that share memory
 # have separate process ids.
 
-_ENDED = ("Z", "X")  # process states
 _locks: set[int] = set()  # descriptors of this process
 
 
@@ -125,11 +126,10 @@ def delete_abandoned(parent: Path, prefix: str) -> None:
 
 def has_ended(process: int) -> bool:
     """Return whether a process has ended or is a zombie."""
-    if not os.path.exists(f"/proc/{process}"):
-        return os.path.exists("/proc/self")
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in _ENDED
-    return False
+    try:
+        return bool(psutil.Process(process).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _close(*descriptors: int) -> None:

@@ -120,7 +120,7 @@ def join_run(
     everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=check)
     gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)
     own = Presence(this_host(), machine.allowed, os.getpid())
-    presences = [Presence.from_text(text, rank) for rank, text in enumerate(gather(own.as_text()))]
+    presences = [*map(Presence.from_text, gather(own.as_text()))]
     members = by_host([presence.host for presence in presences])
     here = next(ranks for ranks in members if launch.rank in ranks)
     masks = [presences[rank].cpus for rank in here]

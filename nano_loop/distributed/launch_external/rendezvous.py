@@ -108,22 +108,10 @@ class Presence(NamedTuple):
         return json.dumps(self)
 
     @classmethod
-    def from_text(cls, text: str, rank: int) -> Presence:
-        """Parse the description sent by a rank.
-
-        Raises
-        ------
-        NanoError
-            If it is invalid.
-        """
-        try:
-            host, cpus, process = json.loads(text)
-            return cls(Host(*host), tuple(cpus), process)
-        except (TypeError, ValueError) as error:
-            got = f"rank {rank} sent {text[:100]!r}"
-            expected = "a rank first sends its host and its CPUs, in nano_loop's format"
-            hint = "Run the same version of nano_loop on every host"
-            raise NanoError(error_message(got, expected, hint)) from error
+    def from_text(cls, text: str) -> Presence:
+        """Return the description from the result of `as_text`."""
+        host, cpus, process = json.loads(text)
+        return cls(Host(*host), tuple(cpus), process)
 
 
 def this_host() -> Host:
@@ -149,7 +137,7 @@ def gather_at(store: Store, ranks: Ranks) -> Gather:
             while not store.check([key]):
                 ranks.check()
                 if time.monotonic() > deadline:
-                    raise RankLateError(_is_late(rank, ranks), rank)
+                    raise RankLateError(ranks.late_message(f"rank {rank}", "join the run"), rank)
                 time.sleep(_INTERVAL)
         return [store.get(key).decode(errors="replace") for key in keys]
 
@@ -193,9 +181,3 @@ def _made(parent: Path | None) -> Iterator[Path]:
     with private_folder() as folder:
         (folder / BEGAN).touch()
         yield folder
-
-
-def _is_late(rank: int, ranks: Ranks) -> str:
-    got = f"rank {ranks.rank} has waited {ranks.timeout:g} seconds for rank {rank} to join the run"
-    hint = f"Check what rank {rank} is doing, or pass a longer timeout if it is working"
-    return error_message(got, "every rank must reach it within the timeout", hint)

@@ -23,9 +23,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from nano_loop.cpu.glibc import allocator_of_this_process
 from nano_loop.cpu.process import end_with
-from nano_loop.distributed.files.private_files import prepare
 from nano_loop.distributed.launch.stream import Stream
 from nano_loop.distributed.launch_local import stack_dump
 from nano_loop.distributed.launch_local.forked_worker import work_for
@@ -69,8 +67,6 @@ def preload(modules: Sequence[str], folder: str | None) -> None:
         with contextlib.suppress(Exception):  # the caller has imported it, and this process must continue
             importlib.import_module(name)
     tempfile.tempdir = before
-    prepare()
-    allocator_of_this_process()  # takes 2 ms in a worker otherwise
     gc.collect()
     gc.freeze()  # keeps the pages of imported objects shared by all workers
 

@@ -201,7 +201,7 @@ class WitnessProcess(WorkerProcess):
         self._wait(lambda: self.ready, lambda: None)
 
     def next(self, check: Callable[[], None], *, stays: bool = False) -> dict[str, Any] | None:
-        """Return its report on the next backward, or None if there will be no more; see `why`."""
+        """Return its report on the next backward or step, or None if there will be no more; see `why`."""
         self._wait(lambda: bool(self._told), check)
         return None if not self._told else self._told[0] if stays else self._told.pop(0)
 
@@ -225,7 +225,7 @@ class WitnessProcess(WorkerProcess):
 
     @override
     def _take(self, header: dict[str, Any], content: bytes) -> None:
-        if header["kind"] == "backward":
+        if header["kind"] in ("backward", "step"):
             self._told.append(header)
         elif header["kind"] == "ends":
             self.why = header["why"]

@@ -9,10 +9,11 @@ import signal
 import time
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped,unused-ignore]
+
 #: A signal that loops do not handle. It is handled in C, so it works even if the GIL is held.
 _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 1
 _LONGEST = 20_000  # characters
-_STOPPED = ("T", "t")  # process states, as in /proc
 _IS_STOPPED = "it is stopped by SIGSTOP or a debugger; kill -CONT resumes it"
 
 
@@ -28,9 +29,9 @@ def dump_on_signal(folder: str, rank: int) -> None:
 
 def request(process: int, folder: str, rank: int) -> None:
     """Send the signal; if the process is stopped, write this to the file instead."""
-    with contextlib.suppress(OSError):  # no /proc, or the process has ended
+    with contextlib.suppress(OSError, psutil.NoSuchProcess):  # the process has ended
         os.kill(process, _SIGNAL)
-        if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in _STOPPED:
+        if psutil.Process(process).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             _path(folder, rank).write_text(_IS_STOPPED)
 
 

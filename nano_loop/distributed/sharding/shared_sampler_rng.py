@@ -75,9 +75,9 @@ class AgreedItems:
 
     def __init__(self, sampler: Any, ranks: Ranks, generators: list[Any]) -> None:
         self._state = AgreedState(ranks, generators)
-        self._order = _order(sampler)
+        self._draws_later = not _draws_at_first_only(sampler)
         self._begun = False
-        if self._order == "any":
+        if self._draws_later:
             self._state.agree()
             self._items = self._state.call(iter, sampler)
         else:
@@ -85,9 +85,9 @@ class AgreedItems:
 
     def take(self, count: int) -> list[Any]:
         """Return the next `count` items, or fewer at the end, without reading ahead."""
-        if not self._begun and self._order != "fixed":
+        if not self._begun:
             self._state.agree()  # also after `iter`, since torch draws a seed for its workers in between
-        agreed = self._order == "any" or (self._order == "drawn at first" and not self._begun)
+        agreed = self._draws_later or not self._begun
         self._begun = True
         return self._state.call(self._take, count) if agreed else self._take(count)
 
@@ -96,14 +96,9 @@ class AgreedItems:
         return [item.copy() if type(item) is list else item for item in itertools.islice(self._items, count)]
 
 
-# They only draw from the process's generator at their first item.
-_DRAWN_AT_FIRST = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_FIXED = (SequentialSampler, list, tuple, range)
+_OF_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, SequentialSampler, list, tuple, range)
 
 
-def _order(sampler: Any) -> str:
-    """Return when a sampler may draw from the process's generators; a subclass may do so at any item."""
-    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
-    if type(inner) in _FIXED:
-        return "fixed"
-    return "drawn at first" if type(inner) in _DRAWN_AT_FIRST else "any"
+def _draws_at_first_only(sampler: Any) -> bool:
+    """Whether a sampler draws from the process's generators at its first item or never; a subclass may at any item."""
+    return type(sampler.sampler if type(sampler) is BatchSampler else sampler) in _OF_TORCH

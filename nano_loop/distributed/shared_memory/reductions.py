@@ -37,23 +37,12 @@ def name_of(operation: Any) -> str:
 
 
 def reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the reduction of all ranks' tensors, in the memory of the first.
-
-    Raises
-    ------
-    NanoError
-        If the reduction does not support their dtype.
-    """
+    """Return the reduction of all ranks' tensors, in the memory of the first."""
     total, *others = parts
-    try:
-        for other in others:
-            _COMBINE[name](total, other)
-        if name == "AVG" and (total.is_floating_point() or total.is_complex()):
-            divide(total, len(parts))
-        elif name == "AVG":
-            total.div_(len(parts), rounding_mode="trunc")
-    except (RuntimeError, TypeError) as error:  # torch raises either for unsupported dtypes
-        got = f"ReduceOp.{name} of {total.dtype}"
-        hint = "Convert the tensor to another dtype, such as float32 or int64, before reducing it"
-        raise NanoError(error_message(got, "torch cannot compute it on the CPU", hint)) from error
+    for other in others:
+        _COMBINE[name](total, other)
+    if name == "AVG" and (total.is_floating_point() or total.is_complex()):
+        divide(total, len(parts))
+    elif name == "AVG":
+        total.div_(len(parts), rounding_mode="trunc")
     return total

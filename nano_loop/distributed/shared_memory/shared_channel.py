@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 from nano_loop.distributed.comm.mismatch import CallSite, mismatch_message
@@ -27,12 +27,6 @@ from nano_loop.errors import NanoError
 _PIECE = 1 << 17  # bytes; two slots per rank fit into a cache
 _POSTED = 0  # index of the counter
 _LENGTHS, _MARKS, _FILES = 1, 3, 5  # the words after it, two each
-
-
-@lru_cache(maxsize=256)
-def _mark(what: str) -> int:
-    """Return a number that identifies an operation on all ranks."""
-    return zlib.crc32(what.encode())
 
 
 class SharedChannel:
@@ -118,7 +112,7 @@ class SharedChannel:
 
     def _exchange_piece(self, what: str, piece: memoryview, length: int) -> list[int]:
         """Exchange the next piece of this rank's stream through its slot; return the lengths of all streams."""
-        words, own_place, mark = self._segment.words, self._posted[self._ranks.rank], _mark(what)
+        words, own_place, mark = self._segment.words, self._posted[self._ranks.rank], zlib.crc32(what.encode())
         self._steps += 1
         turn = self._steps % 2
         self._current[self._ranks.rank][: len(piece)] = piece

@@ -82,9 +82,9 @@ def map_by_name(path: Path, size: int) -> mmap.mmap:
 
 
 def map_together(ranks: Ranks, path: Path, size: int) -> mmap.mmap:
-    """Map `size` bytes of a file on every rank, or raise on every rank. Collective.
+    """Map `size` bytes of a file on every rank. Collective.
 
-    The file is deleted as soon as all ranks have mapped it, so nothing is left behind whatever happens.
+    Rank 0 alone creates it, so that no more memory is taken, and deletes it as soon as all ranks have mapped it.
 
     Parameters
     ----------
@@ -98,18 +98,14 @@ def map_together(ranks: Ranks, path: Path, size: int) -> mmap.mmap:
     Raises
     ------
     NanoError
-        If any rank cannot create or map it.
+        If this rank cannot create or map it, or if another rank has failed.
     """
-    reason, mapped = "", None
     try:
-        try:
-            mapped = map_by_name(path, size)
-        except NanoError as error:
-            reason = str(error)
-        reasons = [*filter(None, ranks.gather(reason))]
+        created = map_by_name(path, size) if ranks.rank == 0 else None
+        ranks.barrier()
+        mapped = created or map_by_name(path, size)
+        ranks.barrier()
     finally:
         if ranks.rank == 0:
             path.unlink(missing_ok=True)
-    if reasons or mapped is None:
-        raise NanoError(reasons[0])
     return mapped

@@ -41,9 +41,10 @@ class Done(distributed.Work):
         The result of its future.
     """
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: list[Any]) -> None:
         super().__init__()
-        self._result = result
+        self._future: Future[Any] = Future()
+        self._future.set_result(result)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return immediately."""
@@ -53,15 +54,9 @@ class Done(distributed.Work):
         """Return True."""
         return True
 
-    def result(self) -> Any:
-        """Return the tensors."""
-        return self._result
-
     def get_future(self) -> Any:
         """Return a completed future."""
-        future: Future[Any] = Future()
-        future.set_result(self._result)
-        return future
+        return self._future
 
 
 # Its stubs lack overloads that torch.distributed's functions call.
@@ -114,8 +109,8 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Done:
         """See `torch.distributed.broadcast`."""
         tensor, root = tensors[0], opts.rootRank
-        said = f"broadcast of {root}, {tensor.nbytes} bytes"
-        _fill(tensor, self._exchange(said, tensor if self.rank() == root else None)[root])
+        what = f"broadcast of {root}, {tensor.nbytes} bytes"
+        _fill(tensor, self._exchange(what, tensor if self.rank() == root else None)[root])
         return Done([*tensors])
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Done:
@@ -134,11 +129,6 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         return Done([*outputs])
 
     def _gather(self, outputs: Tensors, tensor: torch.Tensor) -> None:
-        sizes = [output.nbytes for output in outputs]
-        if any(size != tensor.nbytes for size in sizes):
-            got = f"gathering {tensor.nbytes} bytes from each rank into tensors of {', '.join(map(str, sizes))}"
-            hint = "Pass a tensor of the same shape and dtype for each rank"
-            raise NanoError(error_message(got, "all must have the same size", hint))
         gathered = self._exchange(f"gather of {tensor.nbytes} bytes", tensor)
         for output, part in zip(outputs, gathered, strict=False):
             _fill(output, part)
@@ -206,14 +196,10 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         sent = [flattened(tensor).view(torch.uint8) for tensor in inputs]
         sizes = self._exchange("sizes of all to all", torch.tensor([*map(len, sent)]))
         gathered = self._exchange("all to all", torch.cat(sent))
-        for rank, (packed, stream, output) in enumerate(zip(sizes, gathered, outputs, strict=True)):
+        for packed, stream, output in zip(sizes, gathered, outputs, strict=True):
             lengths = packed.view(torch.int64).tolist()
-            size = lengths[self.rank()]
-            if size != output.nbytes:
-                got = f"rank {rank} sends {size} bytes to a tensor of {tuple(output.shape)} {output.dtype}"
-                expected = "the sent and the receiving tensor must have the same size"
-                raise NanoError(error_message(got, expected, "Check the shapes of the tensors that all ranks pass"))
-            _fill(output, stream[sum(lengths[: self.rank()]) :][:size].clone())  # copied to aligned memory
+            start = sum(lengths[: self.rank()])
+            _fill(output, stream[start : start + lengths[self.rank()]].clone())  # copied to aligned memory
         return Done([*outputs])
 
     def all_to_all_single(
@@ -268,7 +254,7 @@ _PIECE = 1 << 22  # elements that are reduced at a time
 
 
 def _fill(output: torch.Tensor, content: torch.Tensor) -> None:
-    """Overwrite a tensor of any strides by bytes or by a tensor's elements."""
+    """Overwrite a tensor of any strides by bytes or by a tensor's elements; torch raises if these are not as many."""
     output.detach().copy_(content.view(output.dtype).view(output.shape))
 
 

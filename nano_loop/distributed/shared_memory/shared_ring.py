@@ -35,13 +35,11 @@ from nano_loop.distributed.comm.averaging_math import divide, is_summed_wider, s
 from nano_loop.distributed.comm.packing import Batch, Places, Signature, pack, signature
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.shared_segment import LINE, SharedSegment
-from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import foreach_copy
 
 _COUNTERS = range(3)
 
 _CHUNK = 1 << 20  # bytes copied, summed and copied back at a time; the ring fits into a cache
-_LEAST = 1 << 16  # the minimum, if all gradients together are small
 _SLOTS = 3  # one is copied in, one summed, one copied out
 _MOST_PLANS = 64
 _SHORT = 1 << 19  # bytes of the other ranks' lists that a rank reads itself
@@ -58,8 +56,6 @@ class SharedMemoryTransport:
         See `SharedSegment`, for example `map_together` with a folder on an in-memory file system.
     chunk : int
         Bytes that are averaged at a time, a multiple of 128.
-    slots : int
-        The number of chunks in flight, two or more.
 
     Raises
     ------
@@ -67,19 +63,16 @@ class SharedMemoryTransport:
         Raised by `mapped` if there is no space.
     """
 
-    def __init__(
-        self, ranks: Ranks, mapped: Callable[[int], mmap.mmap], *, chunk: int = _CHUNK, slots: int = _SLOTS
-    ) -> None:
-        rows = slots * (ranks.size + 1)
+    def __init__(self, ranks: Ranks, mapped: Callable[[int], mmap.mmap], *, chunk: int = _CHUNK) -> None:
+        rows = _SLOTS * (ranks.size + 1)
         self._segment = SharedSegment(ranks, len(_COUNTERS), rows * chunk, mapped)
         self._rank, self._size = ranks.rank, ranks.size
-        self._slots, self._chunk = slots, chunk
-        self._memory = self._segment.memory.view(slots, ranks.size + 1, -1)  # the last slot of a row is the result's
+        self._chunk = chunk
+        self._memory = self._segment.memory.view(_SLOTS, ranks.size + 1, -1)  # the last slot of a row is the result's
         self._posted, self._reduced, self._read = map(self._segment.places, _COUNTERS)
         self._base = 0  # batches so far, including those skipped at the end of a list
         self._plans: dict[Signature, _Plan] = {}  # valid for the ring's life
         self._turn = 0  # the slot of the latest posted list
-        self._is_open = True
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -96,11 +89,8 @@ class SharedMemoryTransport:
         Raises
         ------
         NanoError
-            For other dtypes, if a rank that this one waits for has failed or is too late, after an interrupted
-            averaging, and after `close`.
+            If a rank that this one waits for has failed or is too late, and after an interrupted averaging.
         """
-        if not self._is_open:
-            raise NanoError(error_message("averaging after the run", "the transport is closed", "Start another run"))
         plan = self._plan(signature(tensors))
         self._segment.begin()
         stages, last = plan.stages, len(plan.stages)
@@ -116,11 +106,11 @@ class SharedMemoryTransport:
 
         If all ranks have posted theirs, and have exchanged anything since, `average_posted` may replace `average`.
         """
-        short = self._plan(signature(tensors)).short if self._is_open else None
+        short = self._plan(signature(tensors)).short
         if short is None:
             return False
         self._turn = 1 - self._turn
-        short.coming[self._turn].fill(tensors)
+        short.inputs[self._turn].copy_from(tensors)
         return True
 
     def average_posted(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -128,18 +118,13 @@ class SharedMemoryTransport:
         short = self._plan(signature(tensors)).short
         assert short is not None
         set_to_mean(short.mean, short.rows[self._turn])
-        short.going.empty(tensors)
-
-    def leave(self) -> None:
-        """Announce that this rank will not average again, so that ranks waiting for it raise immediately."""
-        self._segment.leave()
+        short.outputs.copy_to(tensors)
 
     def close(self) -> None:
-        """Release all memory. A closed transport raises on use."""
-        if self._is_open:
-            self._is_open, self._plans = False, {}
-            self._memory = self._memory.new_empty(0)
-            self._segment.close()
+        """Release all memory."""
+        self._plans = {}
+        self._memory = self._memory.new_empty(0)
+        self._segment.close()
 
     def _plan(self, signature: Signature) -> _Plan:
         """Return the views for averaging a list."""
@@ -147,7 +132,7 @@ class SharedMemoryTransport:
             if len(self._plans) == _MOST_PLANS:
                 self._plans.clear()
             batches = pack(signature, self._chunk)
-            length = -(-len(batches) // self._slots) * self._slots
+            length = -(-len(batches) // _SLOTS) * _SLOTS
             counts = [*range(1, len(batches)), length]  # the last batch also counts the skipped slots
             stages = [self._stage(*batch) for batch in zip(batches, range(length), counts, strict=False)]
             self._plans[signature] = _Plan(stages, length, self._short(batches))
@@ -162,23 +147,23 @@ class SharedMemoryTransport:
         return _Short([batch.places(row[self._rank]) for row in rows], rows, mean, batch.places(mean))
 
     def _post(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._segment.wait(self._reduced, self._base + number + 1 - self._slots)
-        stage.coming.fill(tensors)
+        self._segment.wait(self._reduced, self._base + number + 1 - _SLOTS)
+        stage.inputs.copy_from(tensors)
         self._segment.publish(self._posted[self._rank], self._base + stage.count)
 
     def _reduce(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor]) -> None:
         self._segment.wait(self._posted, self._base + number + 1)
-        self._segment.wait(self._read, self._base + number + 1 - self._slots)
+        self._segment.wait(self._read, self._base + number + 1 - _SLOTS)
         stage.own.average(tensors)
         self._segment.publish(self._reduced[self._rank], self._base + stage.count)
 
     def _copy_out(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor]) -> None:
         self._segment.wait(self._reduced, self._base + number + 1)
-        stage.going.empty(tensors)
+        stage.outputs.copy_to(tensors)
         self._segment.publish(self._read[self._rank], self._base + stage.count)
 
     def _stage(self, batch: Batch, number: int, count: int) -> _Stage:
-        slot = self._memory[number % self._slots]
+        slot = self._memory[number % _SLOTS]
         row = slot[:, : batch.nbytes].view(batch.dtype)
         # Align slices to cache lines, so that no two ranks write to the same line.
         length = -(-batch.length // self._size)
@@ -231,8 +216,8 @@ class _Stage:
     `count` is the value of the counters, relative to the averaging's start, once the batch is done.
     """
 
-    coming: Places
-    going: Places
+    inputs: Places
+    outputs: Places
     own: LocalShard
     count: int
 
@@ -244,10 +229,10 @@ class _Short:
     There are two of each slot, which are used in turn.
     """
 
-    coming: list[Places]
+    inputs: list[Places]
     rows: list[list[torch.Tensor]]
     mean: torch.Tensor
-    going: Places
+    outputs: Places
 
 
 @dataclass(frozen=True)
@@ -257,11 +242,3 @@ class _Plan:
     stages: list[_Stage]
     length: int  # number of slots, a multiple of the ring's size
     short: _Short | None  # for short lists only
-
-
-def chunk_for(nbytes: int) -> int:
-    """Return the chunk size for gradients of this total size: allocating unused memory takes time.
-
-    For a model with a few thousand parameters, allocating the largest chunk took 20 ms per run.
-    """
-    return min(max(1 << max(nbytes - 1, 0).bit_length(), _LEAST), _CHUNK)

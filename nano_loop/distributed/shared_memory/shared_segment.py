@@ -127,7 +127,7 @@ class SharedSegment:
         waits = self._ranks.context.waits
         wait = None if waits is None else waits.begin(self._ranks.names[rank], what)
 
-        def look_around() -> None:
+        def check_others() -> None:
             self._ranks.check()
             if self.has_left(rank):
                 self.fence()
@@ -139,7 +139,7 @@ class SharedSegment:
                 raise NanoError(mismatch_message(self._ranks.names[self._ranks.rank], ring))
 
         try:
-            wait_until(arrived, look_around)
+            wait_until(arrived, check_others)
         finally:
             if wait is not None:
                 wait.end()
@@ -153,11 +153,9 @@ class SharedSegment:
         return left_behind(own_name, name, what if what == ITERATION else still, self._ranks.context.loop)
 
     def _is_late(self, rank: int, what: str) -> str:
-        name, own_name = self._ranks.names[rank], self._ranks.names[self._ranks.rank]
         purpose = "average gradients" if what == AVERAGING else "exchange values"
-        got = f"rank {own_name} has waited {self._ranks.timeout:g} seconds for rank {name} to {purpose}"
-        hint = f"Check what rank {name} is doing, or pass a longer timeout if it is working"
-        return with_own_line(error_message(got, "every rank must reach it within the timeout", hint), own_name)
+        message = self._ranks.late_message(f"rank {self._ranks.names[rank]}", purpose)
+        return with_own_line(message, self._ranks.names[self._ranks.rank])
 
 
 _OUT_OF_STEP = error_message(

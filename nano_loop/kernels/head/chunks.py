@@ -59,6 +59,10 @@ class RowFunction:
             output = self.compute(leaf if self.before is None else self.before(leaf), places)[0]
             return torch.autograd.grad(output, leaf, factors.to(output.dtype), materialize_grads=True)[0]
 
+    def of_tensor(self, rows: Tensor) -> Tensor:
+        """Return the first output of all rows, given the rows of the lazy tensor itself: after `before`, in a graph."""
+        return self.compute(rows, slice(None))[0]
+
 
 class Plan:
     """A computation in chunks.
@@ -129,7 +133,7 @@ class Plan:
     def by_torch(self, logits: Tensor) -> Tensor:
         """Compute the result from the whole tensor of logits."""
         rows = logits.movedim(self.dim, -1)
-        output = self.function.compute(rows.reshape(-1, rows.size(-1)), slice(None))[0]
+        output = self.function.of_tensor(rows.reshape(-1, rows.size(-1)))
         return output if self.divisor is None else output.sum() / self.divisor
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override as overrides
 
 from nano_loop.kernels import override
@@ -286,6 +286,15 @@ class CrossEntropy(RowFunction):
     def _weights(self, target: Tensor) -> Tensor:
         assert self.weight is not None
         return self.weight[target.where(target.ne(self.ignored), 0)]
+
+
+class LogLikelihood(CrossEntropy):
+    """The loss of each row of a log-softmax. `before` is the function before the log-softmax."""
+
+    @overrides
+    def of_tensor(self, rows: Tensor) -> Tensor:
+        weight, ignored = self.weight, self.ignored
+        return nn.functional.nll_loss(rows.float(), self.target, weight, ignore_index=ignored, reduction="none")
 
 
 class _Losses(torch.autograd.Function):

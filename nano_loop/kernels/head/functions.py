@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.head.chunks import Elementwise, RowFunction
-from nano_loop.kernels.head.cross_entropy import CrossEntropy, denominator, mean_of_rows
+from nano_loop.kernels.head.cross_entropy import CrossEntropy, LogLikelihood, denominator, mean_of_rows
 from nano_loop.kernels.head.logits import LazyLogits
 from nano_loop.kernels.memory import is_plain
 
@@ -146,6 +146,10 @@ def _indexed(func: Any, lazy: LazyLogits, key: Any) -> Any:
     return lazy.derived(lambda tensor: tensor[key], rows=rows, vocabulary=rows.dim(), is_copy=True)
 
 
+def _is_vocabulary(dim: Any, lazy: LazyLogits) -> bool:
+    return type(dim) is int and dim in (lazy.vocabulary, lazy.vocabulary - lazy.dim())
+
+
 @_takes_lazy
 def _iterated(func: Any, lazy: LazyLogits) -> Any:
     parts = _rearranged(Tensor.unbind, lazy, 0)
@@ -156,9 +160,9 @@ def _iterated(func: Any, lazy: LazyLogits) -> Any:
 def _softmax(func: Any, lazy: LazyLogits, dim: Any = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
     """Return a softmax over the vocabulary, or its logarithm."""
     kwargs.pop("_stacklevel", None)
-    if kwargs or any(type(item) is not int for item in args) or type(dim) is not int:
+    if kwargs or any(type(item) is not int for item in args):
         return NotImplemented
-    if dim % lazy.dim() != lazy.vocabulary or dtype not in (None, torch.float32):
+    if not _is_vocabulary(dim, lazy) or dtype not in (None, torch.float32):
         return NotImplemented
     lazy = lazy if dtype in (None, lazy.dtype) else _in_fp32(lazy)
     name = func.__name__
@@ -203,12 +207,7 @@ def _reduced(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     dim = args[0] if args else kwargs.pop("dim", -1 if name == "topk" else None)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     keeps = bool((args[1] if len(args) > 1 else kwargs.pop("keepdim", False)) and name != "topk")
-    if (
-        type(dim) is not int
-        or dim % lazy.dim() != lazy.vocabulary
-        or kwargs
-        or len(args) > (1 if name == "topk" else 2)
-    ):
+    if not _is_vocabulary(dim, lazy) or kwargs or len(args) > (1 if name == "topk" else 2):
         return NotImplemented
 
     def compute(logits: Tensor, _: Any) -> tuple[Tensor, ...]:
@@ -236,7 +235,7 @@ def _gathered(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     names = ("dim", "index") if func.__name__ == "gather" else ("indices", "dim")
     named = dict(zip(names, args, strict=False)) | kwargs
     dim, index = named.pop("dim", None), named.pop("index", named.pop("indices", None))
-    if named or type(dim) is not int or dim % lazy.dim() != lazy.vocabulary or not is_plain(index, (torch.int64,)):
+    if named or not _is_vocabulary(dim, lazy) or not is_plain(index, (torch.int64,)):
         return NotImplemented
     last = index.movedim(dim, -1) if index.dim() == lazy.dim() else index
     if last.shape[:-1] != lazy.rows.shape:
@@ -245,8 +244,7 @@ def _gathered(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     if not bool(((index >= 0) & (index < lazy.head.width)).all()):
         return NotImplemented
     if _is_log_softmax(lazy.before) and index.size(1) == 1:
-        (parent,) = lazy.parents
-        (losses,) = parent.reduced(CrossEntropy(index.squeeze(1), _logits_before(lazy.before.before)))
+        (losses,) = lazy.reduced(LogLikelihood(index.squeeze(1), _logits_before(lazy.before.before)))
         result = -losses.unsqueeze(1).to(lazy.dtype)
     else:
         function = RowFunction(lambda logits, places: (logits.gather(1, index[places]),), lazy.before)
@@ -272,9 +270,12 @@ def _loss(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Return cross-entropy, or the negative log-likelihood of a log-softmax."""
+    kind, before = CrossEntropy, lazy.before
     is_nll = func.__name__ == "nll_loss"
-    if is_nll and not _is_log_softmax(lazy.before):
-        return NotImplemented
+    if is_nll:
+        if not _is_log_softmax(before):
+            return NotImplemented
+        kind, before = LogLikelihood, before.before
     classes = min(1, lazy.dim() - 1)
     if lazy.vocabulary != classes or size_average is not None or reduce is not None or not 0 <= label_smoothing <= 1:
         return NotImplemented
@@ -289,13 +290,12 @@ def _loss(
     ):
         return NotImplemented
     dtype = torch.float32 if torch.is_autocast_enabled("cpu") else lazy.dtype
-    source = lazy.parents[0] if is_nll else lazy
     flat = target.flatten().clone()
-    function = CrossEntropy(flat, _logits_before(source.before), weight, ignore_index, label_smoothing)
+    function = kind(flat, _logits_before(before), weight, ignore_index, label_smoothing)
     if not function.has_classes(lazy.head.width):
         return NotImplemented
     divisor = denominator(flat, weight, ignore_index, reduction)
-    (loss,) = source.reduced(function, divisor)
+    (loss,) = lazy.reduced(function, divisor)
     if reduction == "mean" and lazy.dim() > 1:
         assert divisor is not None
         smoothing = () if is_nll else (label_smoothing,)

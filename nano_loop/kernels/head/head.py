@@ -100,19 +100,18 @@ class Head:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rules: Rules) -> None:
         self.shape = hidden.shape
-        self.hidden = hidden.detach().reshape(-1, hidden.size(-1))
+        hidden = hidden.detach().reshape(-1, hidden.size(-1))
+        self.hidden = hidden.clone() if hidden.is_inference() else hidden  # writes to such a tensor go unnoticed
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.rules = rules
         self.memory = Memory()
         self._is_old = False
         self._versions = self._versions_now()
-        # Steps do not change frozen parameters, nor computed tensors such as casts by autocast.
-        is_computed = weight.grad_fn is not None and base_of(weight) is weight
-        parameters = [item for item in (weight, bias) if item is not None]
+        tensors = [item for item in (weight, bias) if item is not None]
+        # Those that steps change, unless they are frozen by then.
+        self._parameters = tensors if all(isinstance(item, nn.Parameter) for item in tensors) else []
+        self._is_computed = weight.grad_fn is not None and base_of(weight) is weight  # such as a cast by autocast
         self._is_kept = False
-        self._is_left_by_steps = is_computed or all(
-            isinstance(p, nn.Parameter) and not p.requires_grad for p in parameters
-        )
         key, heads = id(self), noted().heads
         heads[key] = weakref.ref(self, lambda _: heads.pop(key, None))
 
@@ -125,6 +124,12 @@ class Head:
     def chunk(self) -> int:
         """Number of rows that are computed at a time."""
         return max(CHUNK_ELEMENTS // self.width, FEWEST_ROWS)
+
+    @property
+    def _is_left_by_steps(self) -> bool:
+        """Whether steps of optimizers change neither the weight nor the bias."""
+        is_frozen = bool(self._parameters) and not any(item.requires_grad for item in self._parameters)
+        return self._is_computed or is_frozen
 
     def _versions_now(self) -> tuple[int, ...]:
         return tuple(version(tensor) for tensor in (self.hidden, self.weight, self.bias) if tensor is not None)

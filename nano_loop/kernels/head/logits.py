@@ -20,6 +20,7 @@ from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.head.chunks import Elementwise, Plan, RowFunction, in_chunks
 from nano_loop.kernels.head.head import Head, Memory, keep_logits_of, note_chunked, note_whole
 from nano_loop.kernels.memory import computes_now
+from nano_loop.kernels.narrow_copies import make_anew
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.ownership import Rules
@@ -32,6 +33,7 @@ from nano_loop.patching.torch_private import (
     without_memory,
 )
 from nano_loop.patching.torch_private_autograd import TENSOR_HOOKS, in_backward
+from nano_loop.patching.torch_private_compiler import never_compiled
 
 #: Attributes that a lazy tensor answers itself until it is written to: its place in the graph, and its shape.
 _OWN = frozenset(
@@ -252,6 +254,11 @@ class LazyLogits(Tensor):
         return map_tensors(lambda item: numbers[id(item)][1] if id(item) in numbers else item, result)
 
 
+# torch.compile would trace how logits are computed.
+for _name in ("__torch_function__", "__torch_dispatch__"):
+    never_compiled(vars(LazyLogits)[_name].__func__)
+
+
 def made(head: Head, rows: Tensor, vocabulary: int, dtype: torch.dtype, memory: Memory | None = None) -> LazyLogits:
     """Return lazy logits of these rows without a place in the graph."""
     shape, strides = [*rows.shape], [step * head.width for step in rows.stride()]
@@ -280,7 +287,8 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, rules: Rules)
 def data_replaced() -> AbstractContextManager[None]:
     """Return a context in which ``x.data = logits`` uses their values. torch's setter would use their null pointer.
 
-    Writes to `weight.data` or `weight[0].data` change no version, so reading `.data` keeps logits of this memory.
+    Writes to `weight.data` or `weight[0].data` change no version, so reading `.data` keeps logits of this memory, and
+    ends the use of bf16 copies of it.
     """
     return replaced(Tensor, "data", _with_numbers)
 
@@ -289,6 +297,7 @@ def _with_numbers(data: Any) -> property:
     def read(tensor: Tensor) -> Any:
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not in_functorch():
             keep_logits_of(tensor)
+            make_anew(tensor)
         return data.__get__(tensor)
 
     def write(tensor: Tensor, value: Any) -> None:

@@ -119,8 +119,9 @@ def torch_replaced() -> Iterator[None]:
     """Replace the other parts of torch that must know that a call into a set-up model is under autocast."""
     backward, classes = cast(Any, BackwardCFunction), {*filter(_is_distribution, vars(distributions).values())}
     with ExitStack() as stack:
-        for layer in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder):
-            stack.enter_context(replaced(layer, "forward", _off_the_fast_path))
+        stack.enter_context(replaced(nn.MultiheadAttention, "forward", _off_the_fast_path))
+        stack.enter_context(replaced(nn.TransformerEncoderLayer, "forward", _clearing_padding))
+        stack.enter_context(replaced(nn.TransformerEncoder, "forward", _leaving_out_padding))
         stack.enter_context(replaced(Tensor, "numpy", _with_fp32))
         for kind in classes:
             stack.enter_context(replaced(kind, "__init__", _with_fp32))
@@ -148,6 +149,59 @@ def _off_the_fast_path(forward: Callable[..., Any]) -> Callable[..., Any]:
             torch.set_autocast_enabled("cuda", before)
 
     return with_autocast_noticed
+
+
+def _leaving_out_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an encoder return zeros at padded positions, before its norm, where torch's fast path does.
+
+    The fast path drops these positions, as nested tensors. A mean over all positions depends on it.
+    """
+    slow = _off_the_fast_path(forward)
+
+    @functools.wraps(forward)
+    def encode(
+        self: Any, src: Tensor, mask: Any = None, src_key_padding_mask: Any = None, *more: Any, **named: Any
+    ) -> Any:
+        before = noting.padding
+        if not torch.compiler.is_compiling():
+            padded = _dropped_positions(self, src, mask, src_key_padding_mask)
+            noting.padding = None if padded is None else (self.layers[-1], padded)
+        try:
+            return slow(self, src, mask, src_key_padding_mask, *more, **named)
+        finally:
+            noting.padding = before
+
+    return encode
+
+
+def _clearing_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
+    slow = _off_the_fast_path(forward)
+
+    @functools.wraps(forward)
+    def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        output = slow(self, *args, **kwargs)
+        padding = None if torch.compiler.is_compiling() else noting.padding
+        if padding is None or padding[0] is not self:
+            return output
+        return output.masked_fill(padding[1].unsqueeze(-1), 0.0)
+
+    return call
+
+
+def _dropped_positions(encoder: Any, src: Tensor, mask: Any, padding: Any) -> Tensor | None:
+    """Return the padded positions that torch's fast path would drop without autocast, or None if it would not."""
+    if not call_state.accelerated or not torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return None
+    uses_nested = getattr(encoder, "use_nested_tensor", False) and torch.backends.mha.get_fastpath_enabled()
+    if not uses_nested or mask is not None or padding is None or src.dim() != 3 or src.is_nested:
+        return None
+    first = encoder.layers[0]
+    is_followed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (src, *first.parameters()))
+    if first.training or is_followed:
+        return None
+    padded: Tensor = padding if padding.dtype is torch.bool else padding != 0
+    is_at_end = not getattr(encoder, "mask_check", True) or bool((padded[:, 1:] | ~padded[:, :-1]).all())
+    return padded if is_at_end else None
 
 
 def _is_distribution(value: Any) -> bool:

@@ -5,7 +5,8 @@ gradient. Casting the output to fp32 does not help, since it is already rounded.
 fp32 would help, as CUDA's autocast does for softmax, but gates and attention would then pass fp32 to all later layers.
 
 So each of these operators records its input during the call into the model. If the model returns the result, or a view
-of it, the operator runs again on that input in fp32, and the bf16 result is not used.
+of it, the operator runs again on that input in fp32, and the bf16 result is not used. So that gradients stay those of
+the program, the bf16 result is used if it has hooks, or if a custom autograd function has returned the view.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from nano_loop.patching.nested_tensors import shares_memory
 from nano_loop.patching.operators import overridden_together
 from nano_loop.patching.torch_private import below_autocast, in_functorch, version
+from nano_loop.patching.torch_private_autograd import is_seen_by_program
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, to_fp32
 from nano_loop.precision.autocast.default_ops import overload_of
 
@@ -90,7 +92,8 @@ class Activations:
         for noted in reversed(self._noted):
             if _is_plain_low(noted.result) and shares_memory(noted.result, tensor):
                 connected = noted.differentiable or not tensor.requires_grad
-                return noted if connected and noted.still_holds() else None
+                is_replaceable = connected and noted.still_holds() and not is_seen_by_program(tensor, noted.result)
+                return noted if is_replaceable else None
         return None
 
 
@@ -108,9 +111,13 @@ def _same_view(view: Tensor, result: Tensor, computed: Tensor) -> Tensor:
 
 
 class _Noting(threading.local):
-    """The activations of the current call in this thread, or None."""
+    """The activations of the current call in this thread, or None.
+
+    `padding` has the last layer of the current encoder and the positions that it clears, or is None.
+    """
 
     activations: Activations | None = None
+    padding: tuple[Any, Tensor] | None = None
 
 
 noting = _Noting()

@@ -140,7 +140,6 @@ def trained(ranks, loop, overlapped, groups):
         model.forward = averaging.around_call(model.forward)
         history = steps(ranks, loop, model, optimizer, ended)
         averaging.close()
-        transport.leave()
         transport.close()
     del model.forward
     Overlap.finish = finish

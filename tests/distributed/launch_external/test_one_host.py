@@ -18,7 +18,6 @@ from nano_loop import NanoError
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch_external import launcher
 from nano_loop.distributed.launch_external.launcher import watching_each_other
-from nano_loop.distributed.launch_external.rendezvous import Presence
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 
@@ -103,13 +102,3 @@ def test_process_is_dead_once_it_is_killed_and_not_before(waited_for, monkeypatc
         ranks.channel = mock.Mock(SharedChannel, segment=object.__new__(SharedSegment))
         ranks.check()
     process.wait()
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "{}", "[1, 2, 3, 4]", '[["a", "b", 1], [0], 1]', "x" * (1 << 21)],
-    ids=lambda text: text[:20],
-)
-def test_what_is_no_presence_is_an_error_that_names_the_rank(text):
-    with pytest.raises(NanoError, match=r"rank 3 sent '.*': a rank first sends its host and its CPUs"):
-        Presence.from_text(text, 3)

@@ -14,7 +14,6 @@ from distributed.shared_memory.transports import (
     same_bits,
     values,
 )
-from nano_loop.errors import NanoError
 
 SIZES = (2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)))
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -78,9 +77,7 @@ def test_lengths_around_whole_chunks(team, tmp_path, kind, size):
 
 
 @kinds
-def test_empty_lists_and_tensors_with_graphs_are_averaged_and_unknown_dtypes_and_use_after_close_refused(
-    team, tmp_path, kind
-):
+def test_empty_lists_and_tensors_with_graphs_are_averaged(team, tmp_path, kind):
     def run(ranks):
         transport = opened(kind, ranks, tmp_path)
         transport.average([])
@@ -90,15 +87,9 @@ def test_empty_lists_and_tensors_with_graphs_are_averaged_and_unknown_dtypes_and
         weight = torch.full((300,), ranks.rank + 1.0, requires_grad=True)
         (gradient,) = torch.autograd.grad((weight**3).sum(), weight, create_graph=True)
         transport.average([gradient, weight])
-        with pytest.raises(NanoError, match=r"gradient of torch.int64: nano_loop averages float32, .* and complex"):
-            transport.average([torch.ones(3), torch.ones(3, dtype=torch.int64)])
         after = torch.full((3,), float(ranks.rank))
         transport.average([after])
-        transport.leave()
         transport.close()
-        transport.close()
-        with pytest.raises(NanoError, match="the transport is closed"):
-            transport.average([torch.ones(3)])
         values = [each.detach().unique().tolist() for each in (gradient, weight)]
         return tensors[1].item(), gradient.requires_grad, values, after.tolist()
 
@@ -123,27 +114,3 @@ def test_a_large_list_in_chunks_of_the_usual_size(team, tmp_path, kind):
     results = team(2)(run)
     assert [alike for alike, _ in results] == [True, True]
     assert_means([first for _, first in results], [make(0), make(1)])
-
-
-def test_buffers_are_used_again(team):
-    def run(ranks):
-        made, original = [], torch.empty
-
-        def counting(*args, **kwargs):
-            made.append(args)
-            return original(*args, **kwargs)
-
-        transport = opened("process group", ranks, None)
-        counts = []
-        torch.empty = counting
-        try:
-            for _ in range(3):
-                transport.average([torch.ones(3000), torch.ones(3000, dtype=torch.bfloat16)])
-                counts.append(len(made))
-        finally:
-            torch.empty = original
-        transport.close()
-        return counts
-
-    for first, second, third in team(2)(run):
-        assert 0 < first == second == third

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from distributed.small import OPTIONS
 from distributed.split_batches.loops import Plain, by_sgd, loader_of, mlp, needs_kernels, vectors, weights
-from nano_loop import TorchNano
+from nano_loop import NanoWarning, TorchNano
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.distributed.data_parallel.drawing_operators import drawing
 from nano_loop.distributed.data_parallel.random_draws import RandomDraws
@@ -141,12 +141,15 @@ class Parting(TorchNano):
 
 def test_rank_that_draws_alone_is_named_and_lines_drawn_alike_are_reported():
     run = Parting(**OPTIONS, split_batches=True)
-    with pytest.raises(NanoWorkerError, match="torch's generator differ at step 1") as raised:
+    named = r"test_random_draws\.py:\d+ draws random numbers of the shape \[6, 1\]"
+    differs = pytest.raises(NanoWorkerError, match="torch's generator differ at step 1")
+    with pytest.warns(NanoWarning, match=named), differs as raised:
         run.train(1, step=1)  # after the common draws
     assert raised.value.rank == 1
     with pytest.raises(NanoError, match=r"(?s)rank [01] is in a collective.*rank 1:\n.*torch\.rand\(1\)"):
         run.train(1)
-    run.train(-1)
+    with pytest.warns(NanoWarning, match=named):
+        run.train(-1)
     assert run.report["split_batches"].code == "drawn_alike"
     assert "test_random_draws.py:" in run.report["split_batches"].detail
 

@@ -1,9 +1,12 @@
 """A run with split batches learns from the witness, an additional process that computes whole batches."""
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import time
+import warnings
 
 import numpy as np
 import psutil
@@ -17,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from distributed.small import OPTIONS
 from distributed.split_batches.loops import (
     EVEN,
+    ODD,
     Plain,
     by_sgd,
     fit,
@@ -35,7 +39,7 @@ from distributed.split_batches.loops import (
     weights,
 )
 from distributed.split_batches.test_loops import assert_equal
-from nano_loop import NanoError, NanoWorkerError, TorchNano
+from nano_loop import NanoError, NanoWarning, NanoWorkerError, TorchNano
 from nano_loop.distributed.comm.split_batches import batch_sums
 from nano_loop.distributed.data_parallel.comparison import _are_parts
 from nano_loop.distributed.launch_local import process
@@ -196,6 +200,78 @@ def normalized_advantages(run):
     return actor_critic(run, normalized=True)
 
 
+def missing_labels(run):
+    def loss_of(model, batch):
+        x, y = batch
+        known = ~y.isnan()
+        return F.mse_loss(model(x)[known], y[known])
+
+    x, y = vectors()
+    return fit(run, mlp(6, 8, 1), loader_of(x, y.where(x[:, :1] > 0, torch.nan)), loss_of)
+
+
+def models_in_turn(run):
+    """The last batch has a single sample on some ranks, so that its loss has no reduction."""
+    return (torch.cat([fit(run, mlp(6, 8, 1), loader_of(*vectors(25), batch_size=ODD), squares)[0] for _ in range(2)]),)
+
+
+def rate_by_samples(run):
+    """The linear scaling rule, for the rank's samples."""
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model)
+    return fit(run, model, loader_of(*vectors(36), batch_size=EVEN), rated(optimizer), optimizer)
+
+
+def rated(optimizer):
+    def loss_of(model, batch):
+        optimizer.param_groups[0]["lr"] = 0.01 * len(batch[0])
+        return squares(model, batch)
+
+    return loss_of
+
+
+def steps_by_samples(run):
+    """Steps as soon as 20 samples are accumulated."""
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model)
+    run.setup(model, optimizer)
+    seen = 0
+    for _ in range(4):
+        for x, y in loader_of(*vectors(36), batch_size=EVEN):
+            F.mse_loss(model(x), y).backward()
+            seen += len(x)
+            if seen >= 20:
+                optimizer.step()
+                optimizer.zero_grad()
+                seen = 0
+    return (weights(model),)
+
+
+def noise_on_gradients(run):
+    """As wide as a share, and drawn after the backward."""
+    model = mlp(6, EVEN // 2, 1)
+
+    def add_noise():
+        for parameter in model.parameters():
+            parameter.grad.add_(0.01 * torch.randn_like(parameter.grad))
+
+    return fit(run, model, loader_of(*vectors(36), batch_size=EVEN), squares, before_step=add_noise)
+
+
+def divided_by_samples(run):
+    """A sum over samples, whose gradients the loop divides by the samples that it has seen."""
+    model = mlp(6, 8, 1)
+    optimizer = by_sgd(model)
+    run.setup(model, optimizer)
+    for x, y in loader_of(*vectors(36), batch_size=EVEN):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y, reduction="sum").backward()
+        for parameter in model.parameters():
+            parameter.grad /= len(x)
+        optimizer.step()
+    return (weights(model),)
+
+
 def contrastive(run, *more):
     def loss_of(model, batch):
         z = F.normalize(model(batch[0]))
@@ -261,13 +337,81 @@ def mixup(run):
     return fit(run, mlp(6, 8, 1), loader_of(*vectors(), batch_size=EVEN), loss_of)
 
 
-def mean_over_words(run):
+def mixup_by_numpy(run):
+    """Only the factor is NumPy's, which all processes draw alike, so that gradients can be compared."""
+
     def loss_of(model, batch):
         x, y = batch
-        counted = x[:, 0] > 0
-        return (model(x) - y).square()[counted].sum() / counted.sum()
+        kept = np.random.beta(0.4, 0.4)
+        return squares(model, (kept * x + (1 - kept) * x.flip(0), kept * y + (1 - kept) * y.flip(0)))
 
     return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+def scaled_by_libraries(run):
+    random.seed(0)
+    np.random.seed(0)
+
+    def loss_of(model, batch):
+        return squares(model, batch) * (0.5 if random.random() < 0.5 else np.random.uniform())
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+class NoisyLayer(nn.Linear):
+    """Adds noise to its input and its weight, drawn by one line. The weight has as many rows as a share."""
+
+    def forward(self, x):
+        x, weight = (one + 0.1 * torch.randn(one.shape, dtype=one.dtype) for one in (x, self.weight))
+        return F.linear(x, weight, self.bias)
+
+
+def noise_of_inputs_and_weights(run, size=EVEN):
+    model = nn.Sequential(NoisyLayer(6, EVEN // 2), nn.Tanh(), NoisyLayer(EVEN // 2, 1)).double()
+    return fit(run, model, loader_of(*vectors(36), batch_size=size), squares)
+
+
+def noise_of_inputs_and_weights_of_unequal_shares(run):
+    return noise_of_inputs_and_weights(run, ODD)
+
+
+def filtered_later(run):
+    """The losses of the first step are all below the limit."""
+    limit = [1e3]
+
+    def loss_of(model, batch):
+        errors = (model(batch[0]) - batch[1]).square()
+        limit[0] /= 3
+        return errors[errors < max(limit[0], float(errors.detach().min()) + 1e-9)].mean()
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+def hardest_later(run):
+    """The share of a batch that counts is known only to the loop, so only the operator shows it."""
+    steps = [0]
+
+    def loss_of(model, batch):
+        steps[0] += 1
+        errors = (model(batch[0]) - batch[1]).square().flatten()
+        return errors.mean() if steps[0] < 3 else errors.topk(len(errors) // 2)[0].mean()
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors(36), batch_size=EVEN), loss_of)
+
+
+def mean_over_words_of_a_loader_that_is_set_up(run):
+    """Before the model, so that the witness knows only the loader."""
+    return fit(run, mlp(6, 8, 1), run.setup_dataloaders(loader_of(*vectors())), words_of)
+
+
+def words_of(model, batch):
+    x, y = batch
+    counted = x[:, 0] > 0
+    return (model(x) - y).square()[counted].sum() / counted.sum()
+
+
+def mean_over_words(run):
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), words_of)
 
 
 def clamped(run):
@@ -382,7 +526,8 @@ def test_sum_gets_the_weight_of_a_sum(loop, name):
     "loop",
     [
         *(sgd, noisy, decayed, sampling_of_equal_shares, noise_of_equal_shares, tokens_times_samples, padding),
-        *(own_gradients, own_gradients_of_two, own_generator_of_equal_shares),
+        *(own_gradients, own_gradients_of_two, own_generator_of_equal_shares, scaled_by_libraries, noise_on_gradients),
+        *(noise_of_inputs_and_weights, noise_of_inputs_and_weights_of_unequal_shares),
     ],
 )
 def test_mean_is_compared(loop):
@@ -407,7 +552,15 @@ def test_rounding_in_deep_networks_is_no_other_loss(loop):
     "loop",
     [
         *(contrastive, contrastive_with_dropout, mean_over_words, decayed_sum, divided_by_own_count),
-        *(slightly_decayed_sum, clamped, clamped_within, own_signs, normalized_advantages),
+        *(
+            slightly_decayed_sum,
+            clamped,
+            clamped_within,
+            own_signs,
+            normalized_advantages,
+            mixup_by_numpy,
+            missing_labels,
+        ),
     ],
 )
 def test_other_losses_are_refused_before_a_second_step(loop):
@@ -415,6 +568,35 @@ def test_other_losses_are_refused_before_a_second_step(loop):
         run_of(loop)
     assert "nano_loop.share()" in str(raised.value)
     assert_no_process_is_left()
+
+
+@pytest.mark.slow
+def test_steps_that_depend_on_the_samples_of_a_rank_are_noticed():
+    with pytest.raises(NanoError, match=r"step\(\) with the norm .* unlike after the backward.*all_reduce\(len\(x\)"):
+        run_of(divided_by_samples)
+    with pytest.raises(NanoError, match=r"learning rates \[0\.06\], and \[0\.12\] with whole batches"):
+        run_of(rate_by_samples)
+    with pytest.warns(NanoWarning, match="a backward where the loop with whole batches has a step"):
+        run_of(steps_by_samples)
+    assert_no_process_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loop", "what"),
+    [(filtered_later, "weights samples differently on each rank"), (hardest_later, "combines samples .* Topk")],
+)
+def test_losses_that_become_no_means_later_are_warned_of(loop, what):
+    with pytest.warns(NanoWarning, match=what):
+        run_of(loop)
+
+
+@pytest.mark.slow
+def test_losses_that_stay_means_are_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NanoWarning)
+        found, _ = run_of(models_in_turn)
+    assert_equal({"": found}, {"": plain(models_in_turn)})
 
 
 @pytest.mark.slow
@@ -446,7 +628,9 @@ def test_constant_number_of_samples_is_named():
 )
 def test_run_goes_on_where_nothing_can_be_compared(loop, why, monkeypatch):
     monkeypatch.setattr(process, "_PATIENCE", 2.0)
-    _, result = run_of(loop)
+    differs = loop is masked_by_numpy
+    with pytest.warns(NanoWarning, match="differ .* random numbers") if differs else contextlib.nullcontext():
+        _, result = run_of(loop)
     assert result.code == "not_compared"
     assert why in result.detail
     assert_no_process_is_left()

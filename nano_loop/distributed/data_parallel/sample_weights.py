@@ -1,0 +1,186 @@
+"""Notices losses of later steps that are not means over samples, if ranks share each batch (``split_batches=True``).
+
+The witness compares gradients of the first step only. Later, a loop may drop samples with small losses, or add a loss
+of pairs of samples. There are two signs of this:
+
+- A loss is computed from scalars that reduce samples, such as means. The gradient that arrives at one, divided by the
+  number of elements of a mean, is the weight of an element. It must be equal on all ranks, or in proportion to their
+  shares if all reduce equally many elements, as with a penalty that each of them computes.
+- The loss has operators that combine samples, such as a sort, which it had not when gradients were compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from nano_loop.errors import error_message
+from nano_loop.kernels.head.cross_entropy import MEAN
+from nano_loop.patching.torch_private_autograd import output_numel, reduction_of
+from nano_loop.patching.user_code import warn
+
+#: The key, in a node's metadata, of a loss that is a mean over all ranks' rows.
+OVER_ALL_RANKS = "nano_loop: a mean over all ranks"
+#: Beginnings of the names of operators that may combine samples.
+_COMBINING = (
+    *("Topk", "Sort", "Kthvalue", "Median", "Index", "MaskedSelect", "Mode", "Cum", "Roll", "Flip", "Max", "Min"),
+    *("Mm", "Bmm", "Cdist", "EuclideanDist", "PdistForward", "Std", "Var", "LinalgVectorNorm", "Norm"),
+)
+_MOST_NODES = 64
+#: Each backward is checked until this one, and then one in an interval: a large graph takes 0.1 ms.
+_ALL_UNTIL, _INTERVAL = 100, 10
+#: Maximum number of reductions: a loss with more may be computed sample by sample.
+_MOST_WEIGHTS = 8
+_RULE = "with split_batches, a loss must be a mean or a sum over independent samples in every step"
+_WAYS = (
+    "Divide a sum of losses by the count of all ranks and by nano_loop.share(), or pass split_batches=False. Only the "
+    "first step is compared with whole batches"
+)
+
+
+class Weight(NamedTuple):
+    """The weight of each element of a reduction on one rank.
+
+    Parameters
+    ----------
+    total, own : float
+        Its factor in the loss of the whole batch, and in that of this rank.
+    elements : int
+        The number of elements.
+    """
+
+    total: float
+    own: float
+    elements: int
+
+
+class SampleWeights:
+    """The weights of one rank's samples in each backward, and the operators that combine samples.
+
+    If ranks weight samples differently while gradients are compared, they may be right in doing so, and their weights
+    are no longer checked.
+    """
+
+    def __init__(self) -> None:
+        self._weights: list[Weight] = []
+        self._hooks: list[Any] = []
+        self._operators: set[str] = set()  # in losses whose gradients were compared
+        self._later: set[str] = set()  # in the current backward
+        self._backwards = 0
+        self._was_compared = False
+        self._checks = True
+
+    def watch(self, losses: Sequence[Tensor], weight: float) -> None:
+        """Record the weights of samples in a backward that begins now with `weight` as the gradient of the losses."""
+        self.take()
+        self._later = set()
+        self._backwards += 1
+        if not self._checks or (self._backwards > _ALL_UNTIL and self._backwards % _INTERVAL):
+            return
+        nodes = [loss.grad_fn for loss in losses]
+        self._later = combining(nodes)
+        for node, elements, is_mean in reductions(nodes):
+            note = partial(self._note, weight, elements, max(elements, 1) if is_mean else 1)
+            self._hooks.append(node.register_prehook(note))
+
+    def take(self) -> tuple[Weight, ...]:
+        """Return the weights in the last backward, and forget them."""
+        weights, self._weights = self._weights, []
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        return tuple(weights[: _MOST_WEIGHTS + 1])
+
+    def compare(self, by_rank: Sequence[Sequence[Weight]], tolerance: float, *, is_compared: bool) -> None:
+        """Warn once if ranks weight samples differently, or a loss combines them, unlike in compared gradients.
+
+        Parameters
+        ----------
+        by_rank : sequence of sequence of Weight
+            The results of `take`.
+        tolerance : float
+            The largest relative difference of equal weights.
+        is_compared : bool
+            Whether the gradients of this backward are compared with those of whole batches.
+        """
+        if not self._checks:
+            return
+        known = [weights for weights in by_rank if 0 < len(weights) <= _MOST_WEIGHTS]  # a rank may have no samples
+        are_equal = all(_are_equal(known[0], weights, tolerance) for weights in known[1:])
+        if is_compared:
+            self._was_compared, self._checks = True, are_equal
+            self._operators |= self._later
+            return
+        new = self._later - self._operators if self._was_compared else set()
+        if are_equal and not new:
+            return
+        self._checks = False
+        got = f"a loss that combines samples since the first step, by {', '.join(sorted(new))}"
+        if not are_equal:
+            weights = [[float(f"{one.total:.3g}") for one in of_rank] for of_rank in by_rank]
+            got = f"a loss that weights samples differently on each rank, by {weights}"
+        warn(error_message(got, _RULE, _WAYS))
+
+    def _note(self, weight: float, elements: int, count: int, gradients: Sequence[Tensor | None]) -> None:
+        for gradient in gradients:
+            if gradient is not None and gradient.numel() == 1:
+                total = float(gradient.detach()) / count
+                self._weights.append(Weight(total, total / weight, elements))
+
+
+def _are_equal(some: Sequence[Weight], others: Sequence[Weight], tolerance: float) -> bool:
+    """Whether each weight is one of the other rank's, in whichever order, since a loop may reduce each sample."""
+
+    def has(weights: Sequence[Weight], one: Weight) -> bool:
+        return any(
+            math.isclose(one.total, other.total, rel_tol=tolerance)
+            or (math.isclose(one.own, other.own, rel_tol=tolerance) and one.elements == other.elements)
+            for other in weights
+        )
+
+    return all(has(others, one) for one in some) and all(has(some, one) for one in others)
+
+
+def reductions(roots: Iterable[Any]) -> list[tuple[Any, int, bool]]:
+    """Return the nodes nearest to scalar roots that reduce tensors, their numbers of elements, and which are means."""
+    waiting, nodes = [*roots], []
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or len(seen) > _MOST_NODES:
+            continue
+        seen.add(node)
+        inputs = [(one, output_numel(one, place)) for one, place in node.next_functions if one is not None]
+        if node.metadata.get(OVER_ALL_RANKS):
+            nodes.append((node, 1, False))
+        elif all(size == 1 for _, size in inputs):
+            waiting += [one for one, _ in inputs]
+        else:
+            is_mean = node.name().startswith("Mean") or reduction_of(node) == MEAN
+            nodes.append((node, max(size for _, size in inputs), is_mean))
+    return nodes
+
+
+def combining(roots: Iterable[Any]) -> set[str]:
+    """Return the names of operators that may combine samples, between scalar roots and the last layers."""
+    waiting = [*roots]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or len(seen) > _MOST_NODES:
+            continue
+        inputs = [one for one, _ in node.next_functions]
+        if not any(map(_is_of_parameter, inputs)):  # otherwise a layer
+            seen.add(node)
+            waiting += inputs
+    return {name for name in (node.name() for node in seen) if name.startswith(_COMBINING)}
+
+
+def _is_of_parameter(node: Any) -> bool:
+    """Whether a node is a leaf, or a view of one, such as the transposed weight of a linear layer."""
+    inputs = [] if node is None else node.next_functions
+    return node is not None and (not inputs or (len(inputs) == 1 and hasattr(inputs[0][0], "variable")))

@@ -1,0 +1,136 @@
+"""Weights of samples in a loss, and operators that combine samples, are known from the loss's graph."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nano_loop import NanoWarning
+from nano_loop.distributed.data_parallel.sample_weights import OVER_ALL_RANKS, SampleWeights, combining, reductions
+
+MODEL = nn.Linear(3, 1)
+TOTAL = 11
+
+
+def errors(count, seed=0):
+    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(seed))
+    return (MODEL(x)[:, 0] - x.sum(1)).square()
+
+
+def marked(loss):
+    loss.grad_fn.metadata[OVER_ALL_RANKS] = True
+    return loss
+
+
+def backward(weights, loss, weight=1.0):
+    weights.watch([loss], weight)
+    loss.backward(torch.full_like(loss, weight))
+    return weights.take()
+
+
+def of_ranks(loss_of, counts=(6, 5), weights=None):
+    """Return the weights of each rank, of which the first keeps the operators."""
+    parts = [2 * count / sum(counts) for count in counts]
+    keepers = [weights or SampleWeights(), SampleWeights()]
+    return [
+        backward(keeper, loss_of(errors(count, count)), part)
+        for keeper, count, part in zip(keepers, counts, parts, strict=True)
+    ]
+
+
+def warned(weights, by_rank, *, is_compared=False):
+    with warnings.catch_warnings(record=True) as issued:
+        warnings.simplefilter("always")
+        weights.compare(by_rank, 1e-3, is_compared=is_compared)
+    assert all(issubclass(one.category, NanoWarning) for one in issued)
+    return [str(one.message) for one in issued]
+
+
+EQUAL = {
+    "mean": lambda e: e.mean(),
+    "function": lambda e: F.mse_loss(e, torch.zeros(len(e))),
+    "sum by count": lambda e: e.sum() / len(e),
+    "heads": lambda e: 0.7 * e.mean() + 0.3 * e.sqrt().mean() + 0.1 * MODEL.weight.norm(),
+    "each sample": lambda e: sum(e) / len(e),
+    "squares of many samples": lambda e: sum(one.square() for one in e.repeat_interleave(2)) / len(e),
+    "share of a count of all ranks": lambda e: e[:4].sum() / 8 / (len(e) / TOTAL),
+    "mean over all ranks": lambda e: 3 * marked(e[: len(e) // 2].mean()),
+    "stacked": lambda e: torch.stack([e.mean(), e[:4].mean()]).sum(),
+    "other data": lambda e: e.mean() + errors(4).mean(),
+    "off": lambda e: 0 * e.mean(),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("counts", [(6, 5), (6, 6)])
+def test_losses_that_weight_samples_equally(name, counts):
+    weights = SampleWeights()
+    assert warned(weights, of_ranks(EQUAL[name], counts, weights)) == []
+
+
+DIFFERENT = {
+    "filtered": lambda e: e[: len(e) - 3].mean(),
+    "filtered by weights": lambda e: (e * (e > e[0])).sum() / (e > e[0]).sum().clamp(min=1),
+    "root": lambda e: e.mean().sqrt(),
+    "sum": lambda e: e.sum(),
+    "sum by a constant": lambda e: e.sum() / TOTAL,
+    "ratio": lambda e: e.sum() / (e.detach() + 1).sum(),
+    "own value": lambda e: e.mean() / e.mean().detach(),
+    "only one rank's": lambda e: e.mean() + (0.5 * e.sqrt().mean() if len(e) == 6 else 0),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_losses_that_weight_samples_differently(name):
+    weights = SampleWeights()
+    (message,) = warned(weights, of_ranks(DIFFERENT[name], weights=weights))
+    assert "weights samples differently on each rank, by [[" in message
+    assert "share()" in message
+    assert warned(weights, of_ranks(DIFFERENT[name], weights=weights)) == []  # once
+
+
+def test_weights_that_differ_in_compared_gradients_are_not_checked():
+    """The loop may have weighted them itself by the number of all ranks' samples."""
+    weights = SampleWeights()
+    own = DIFFERENT["filtered"]
+    assert warned(weights, of_ranks(own, weights=weights), is_compared=True) == []
+    assert warned(weights, of_ranks(own, weights=weights)) == []
+
+
+@pytest.mark.parametrize("loss_of", [lambda e: e.topk(3)[0].mean(), lambda e: e.mean() + (e[:, None] @ e[None]).mean()])
+def test_operators_that_combine_samples_later_are_named(loss_of):
+    weights = SampleWeights()
+    assert warned(weights, of_ranks(EQUAL["heads"], (6, 6), weights), is_compared=True) == []
+    assert warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights)) == []
+    (message,) = warned(weights, of_ranks(loss_of, (6, 6), weights))
+    assert "combines samples since the first step, by " in message
+
+
+def test_operators_of_compared_losses_and_of_layers_are_none_of_them():
+    weights = SampleWeights()
+    assert warned(weights, of_ranks(lambda e: e.topk(3)[0].mean(), (6, 6), weights), is_compared=True) == []
+    assert warned(weights, of_ranks(lambda e: e.topk(4)[0].mean(), (6, 6), weights)) == []
+    model = nn.Sequential(nn.Linear(3, 4), nn.MaxPool1d(2), nn.Linear(2, 2))
+    assert combining([model(torch.ones(5, 3)).mean().grad_fn]) == set()
+
+
+def test_nearest_reductions_are_found():
+    losses = torch.stack([errors(2).mean(), errors(3).mean()])
+    (found,) = reductions([losses.sum().grad_fn])
+    assert (found[0].name(), *found[1:]) == ("SumBackward0", 2, False)
+    found = reductions([(errors(2).mean() + 3 * F.l1_loss(errors(5), torch.zeros(5))).grad_fn])
+    assert sorted(one[1:] for one in found) == [(2, True), (5, True)]
+
+
+def test_mean_of_no_elements_has_a_weight():
+    weights = SampleWeights()
+    (weight,) = backward(weights, errors(3)[:0].mean())
+    assert weight.elements == 0
+
+
+def test_of_many_backwards_one_in_ten_is_checked():
+    weights = SampleWeights()
+    found = [bool(backward(weights, errors(3).mean())) for _ in range(120)]
+    assert found == [True] * 100 + [number % 10 == 0 for number in range(101, 121)]
