@@ -123,8 +123,8 @@ FAULTS = (
     ),
     Fault(
         "kernels/embedding.py",
-        "indices.to(torch.int64), None, ctx.padding",
-        "indices.to(torch.int64), None, -1",
+        "indices.to(torch.int64), ctx.padding",
+        "indices.to(torch.int64), -1",
         "tests/loops/test_changes.py",
     ),
     Fault(
@@ -437,12 +437,6 @@ FAULTS = (
     Fault(
         "optimizers/torch_fused_steps.py",
         "            increment_version([*chain(parameters, *of_parameters[2:])])\n",
-        "",
-        "tests/optimizers/test_torch_fused_steps.py",
-    ),
-    Fault(
-        "optimizers/torch_fused_steps.py",
-        '                if group["dampening"]:\n                    return False\n',
         "",
         "tests/optimizers/test_torch_fused_steps.py",
     ),

@@ -272,11 +272,6 @@ def test_function_compiled_before_the_run_is_reported_and_one_compiled_inside_is
     torch.compiler.reset()
 
 
-def test_model_on_meta_is_skipped():
-    _, report = run(lambda model, optimizer: None, nn.Linear(2, 2, device="meta"), precision="bf16")
-    assert (report["precision"].status, report["precision"].code) == ("skipped", "meta_device")
-
-
 def test_models_own_bf16_buffer_comes_back_as_it_is():
     class Net(nn.Linear):
         def __init__(self):

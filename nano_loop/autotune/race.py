@@ -12,7 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from nano_loop.autotune.tuner import Algorithm, Race, Tuner
 from nano_loop.kernels.memory import UnsupportedTensorError
 from nano_loop.kernels.override import REFERENCE, ROUNDED, TORCH, Call, Compute
-from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.torch_private import in_mode
 from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.patching.walk import find
@@ -167,7 +166,7 @@ class Generation:
 
     def algorithm(self, call: Call, algorithms: Callable[[], Mapping[str, Compute]], guess: str) -> str:
         """Return the name of the algorithm for a call; see `nano_loop.kernels.override.choose`."""
-        if not may_depend_on_times():
+        if torch.are_deterministic_algorithms_enabled():
             return guess
         kind = kind_of(call)
         known = self._settled.get(kind) or self._guessed.get(kind)

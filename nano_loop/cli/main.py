@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from nano_loop.config.leftovers import REMOVED_OTHERS
-from nano_loop.errors import NanoConfigError, NanoError, error_message, quoted
+from nano_loop.errors import NanoError, error_message, quoted
 
 _BAD_INPUT = 2
 _INTERRUPTED = 130  # the exit code of shells for Ctrl-C
@@ -30,7 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 if `doctor` has a finding that hurts, 2 for invalid input.
     """
     arguments = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
-    _open_closed_streams()
     try:
         return _run(arguments)
     except NanoError as error:
@@ -42,8 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    if arguments[0] == "doctor" and any(argument.partition("=")[0] == "--torch" for argument in arguments):
-        raise NanoConfigError(error_message("--torch", *REMOVED_OTHERS["doctor --torch"]))
     if importlib.util.find_spec("click") is None:
         if arguments[0] == "doctor":
             return _doctor(arguments[1:])
@@ -61,16 +57,6 @@ def _run(arguments: Sequence[str]) -> int:
         return _refused(_in_one_line(error))
     except click.Abort:
         return _INTERRUPTED
-
-
-def _open_closed_streams() -> None:
-    """Open closed standard streams on the null device, so that files opened by a command do not get their descriptors.
-
-    In the script they are closed, as under ``python``: descriptors that Python opens are not inherited.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _doctor(arguments: Sequence[str]) -> int:

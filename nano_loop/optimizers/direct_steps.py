@@ -18,7 +18,6 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from nano_loop.errors import error_message
 from nano_loop.kernels import denormals
 from nano_loop.kernels.embedding import row_gradients
 from nano_loop.optimizers import row_steps
@@ -91,7 +90,7 @@ def _step(original: _Method) -> _Method:
         for hook in hooks_before_step(self):
             changed = hook(self, arguments, kwargs)
             if changed is not None:
-                arguments, kwargs = _checked(changed)
+                arguments, kwargs = changed
         result = None
         if len(arguments) > 1 or kwargs or not _called_directly(self):
             result = body(*arguments, **kwargs)
@@ -100,16 +99,6 @@ def _step(original: _Method) -> _Method:
         return result
 
     return step
-
-
-def _checked(changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments returned by a hook before a step. torch raises the same kind of error."""
-    if not isinstance(changed, tuple) or len(changed) != 2:
-        got = f"A hook before optimizer.step() returned {changed!r}"
-        raise RuntimeError(
-            error_message(got, "None, or the new arguments and keyword arguments", "Return one of these")
-        )
-    return changed
 
 
 def _zero_grad(original: _Method) -> _Method:

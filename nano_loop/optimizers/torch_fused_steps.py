@@ -187,12 +187,7 @@ def _fusing(has_counters: bool, original: _Function) -> _Function:
         if group["fused"]:  # set by the program: torch changes no versions then, and is wrong for different layouts
             if all(map(_is_plain, chain(*of_parameters))) and not lie_alike(of_parameters):
                 settings.update(fused=False, foreach=False)
-        elif (
-            takes_kernel(group)
-            and _has_momenta(group, of_parameters)
-            and lie_alike(of_parameters)
-            and (not has_counters or are_counters(lists[-1]))
-        ):
+        elif takes_kernel(group) and lie_alike(of_parameters) and (not has_counters or are_counters(lists[-1])):
             settings.update(fused=True, foreach=False)
             increment_version([*chain(parameters, *of_parameters[2:])])
         return original(parameters, *lists, **settings)
@@ -210,21 +205,6 @@ def _is_plain(tensor: Tensor | None) -> bool:
     if tensor is None or tensor.layout is not torch.strided:
         return False
     return tensor.is_floating_point() and not tensor.is_neg()
-
-
-def _has_momenta(group: _Group, lists: list[list[Any]]) -> bool:
-    """Add zero momenta for parameters that SGD steps for the first time, such as those of an unfrozen layer.
-
-    torch's fused SGD raises if only some parameters have a momentum buffer. Without dampening, a first step equals a
-    step from zero momentum. With dampening it does not, and torch's loop must take this step.
-    """
-    for states in lists[2:]:
-        for place, state in enumerate(states):
-            if state is None:
-                if group["dampening"]:
-                    return False
-                states[place] = torch.zeros_like(lists[0][place], requires_grad=False)
-    return True
 
 
 #: The name of torch's function for the steps of a kind, in the kind's module, and the function that replaces it.

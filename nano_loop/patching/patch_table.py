@@ -124,16 +124,6 @@ def value_in_force(key: Hashable) -> Any:
         return _changes[key].value if key in _changes else None
 
 
-@contextmanager
-def listed(table: set[Any], entry: Any) -> Iterator[None]:
-    """Keep an entry in a table while the context is active. Use `shared_change` if there may be several users."""
-    table.add(entry)
-    try:
-        yield
-    finally:
-        table.discard(entry)
-
-
 def users(key: Hashable) -> int:
     """Return the number of current users of a change."""
     with _lock:

@@ -28,7 +28,6 @@ from nano_loop.distributed.launch.launcher import Alone, Launcher, Task
 from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, error_message
 from nano_loop.kernels.build import compilation_announced
 from nano_loop.patching.calls.calls import CallInterceptors
-from nano_loop.patching.deterministic_mode import told_when_deterministic
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.user_code import trim_tracebacks
@@ -180,7 +179,6 @@ class Run:
         ending.callback(self._interceptors.close)
         for step in self._steps:
             ending.callback(step.undo)
-            ending.enter_context(told_when_deterministic(step.forget_times))
         ending.push(self._close_report)
         if slot.ranks.size > 1:
             ending.enter_context(forked_children_ending())

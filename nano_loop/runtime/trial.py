@@ -13,13 +13,13 @@ from collections.abc import Callable, Hashable
 from contextlib import ExitStack, nullcontext
 from typing import Generic, TypeVar
 
+import torch
 from torch.optim import Optimizer
 
 from nano_loop.autotune.choices import Choice, choices_for
 from nano_loop.autotune.tuner import HOPELESS, NEARLY_ALWAYS, Budget
 from nano_loop.cpu import Machine
 from nano_loop.cpu.process import Waits, is_busy, unsure
-from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.optimizers import held_by
 from nano_loop.patching.patch_table import shared_change, users
 
@@ -121,8 +121,9 @@ class StepTrial(Generic[_Setting]):
             return
         if self._present is not None and self._present() != self._now:
             self.end()
-        elif not may_depend_on_times():
-            self.forget()
+        elif torch.are_deterministic_algorithms_enabled():
+            self._reset()
+            self._wait()
         elif not self._is_timed(optimizer):
             self._waited += 1
             if self._waited > PATIENCE:  # switch to the optimizer that steps next
@@ -136,13 +137,6 @@ class StepTrial(Generic[_Setting]):
             elif self._end is not None:
                 self._watch(seconds)
             self._end = time.perf_counter()  # exclude the time to change the setting
-
-    def forget(self) -> None:
-        """Return to the first setting, unless the program has changed it, and discard measurements."""
-        is_ours = self._present is None or self._present() == self._now
-        if self._budget.clock.is_here and is_ours and not self._has_ended:
-            self._reset()
-            self._wait()
 
     def end(self) -> None:
         """Stop the trial, and keep the current setting."""

@@ -30,7 +30,6 @@ from nano_loop.steps.layout_trial import LayoutTrial
 from nano_loop.steps.step import ABSENT, SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_OF_SEQUENCES = (nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 #: The ids of the convolutions of set-up models.
@@ -66,12 +65,11 @@ class ChannelsLast(Step):
         models = _unscripted(parts)
         if parts.models and not models:
             return SkipReason("scripted", "the model is scripted, so its convolutions and views cannot be changed")
-        is_on = self.options.channels_last is True
-        if not any(_takes_images(model) or (is_on and _may_take_images(model)) for model in models):
+        if not any(map(_takes_images, models)):
             return SkipReason("no_images", "the model has no layers for images", ABSENT)
         parameters = itertools.chain.from_iterable(map(parameters_of, models))
         has_weights = any(not has_shape(parameter) or parameter.dim() in _FORMATS for parameter in parameters)
-        if has_weights or is_on:  # pooling layers take images and have no weights
+        if has_weights or self.options.channels_last is True:  # pooling layers take images and have no weights
             return None
         return SkipReason("no_images", "the model has no 4-D or 5-D parameters", ABSENT)
 
@@ -91,18 +89,18 @@ class ChannelsLast(Step):
                 self._is_timed = True
                 self.undoing.callback(self.clock.before(self._time))
             return "the faster layout, timed after the first batch"
-        count = sum(self._turn(model, to_nhwc=True) for model in models)
+        count = sum(self._set_layout(model, to_nhwc=True) for model in models)
         inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_converted(parts.parameters())))
         return f"{count or 'no'} convolution{'s' * (count != 1)}, {inputs} inputs"
 
-    def _turn(self, model: nn.Module, to_nhwc: bool) -> int:
+    def _set_layout(self, model: nn.Module, to_nhwc: bool) -> int:
         """Make a model compute in NHWC or NCHW from now on, and return its number of convolutions."""
         convolutions = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
         channels = frozenset(convolution.in_channels for convolution in convolutions)
         wrapper = _converting_inputs(_converted(parameters_of(model)), channels) if to_nhwc else _as_they_are
         self.interceptors.add(model, self.name, wrapper)
         # Before torch 2.9, tensors are not marked as NHWC in the plain loop. We assume it if weights are NHWC.
-        by_the_user = not gives_kernels() and any(map(_lies_as_nhwc, shaped(parameters_of(model))))
+        by_the_user = not gives_kernels() and any(map(_is_nhwc, shaped(parameters_of(model))))
         if to_nhwc and not self._draws and not by_the_user:
             self._draws = [self.undoing.enter_context(context()) for context in (drawn_as_nchw, same_draws)]
         for convolution in convolutions:
@@ -120,7 +118,7 @@ class ChannelsLast(Step):
         if self.ranks.rank == 0 and trial.recorded is not None:
             undone_with(model, self.undoing).callback(trial.recorded.end)
             self.interceptors.add(model, f"{self.name} trial", trial.recorded.layer)  # outside the conversion
-        self._turn(model, trial.guess)
+        self._set_layout(model, trial.guess)
         if not self._trials and self.ranks.size > 1:
             self.ranks.context.after_averaging.append(self._share)
             self.undoing.callback(self.ranks.context.after_averaging.remove, self._share)
@@ -134,28 +132,20 @@ class ChannelsLast(Step):
             if in_nhwc is not None:
                 self._chosen.append((place, in_nhwc))
         if self.ranks.size == 1:
-            self._follow(self._chosen)
+            self._adopt(self._chosen)
             self._chosen = []
 
     def _share(self, averagings: int) -> None:
         """Adopt rank 0's choices after gradient averagings 1, 2, 4, 8, … Collective."""
         if averagings.bit_count() == 1:
-            self._follow(self.ranks.broadcast(self._chosen))
+            self._adopt(self.ranks.broadcast(self._chosen))
             self._chosen = []
 
-    def _follow(self, chosen: Iterable[tuple[int, bool]]) -> None:
+    def _adopt(self, chosen: Iterable[tuple[int, bool]]) -> None:
         for place, in_nhwc in chosen:
             model = self._trials[place].model()
             if model is not None:
-                self._turn(model, in_nhwc)
-
-    @override
-    def forget_times(self) -> None:
-        self._chosen = []
-        for trial in self._trials:
-            trial.forget()
-            if (model := trial.model()) is not None:
-                self._turn(model, trial.guess)
+                self._set_layout(model, in_nhwc)
 
     @override
     def final_result(self) -> StepResult | None:
@@ -172,13 +162,6 @@ def _takes_images(model: nn.Module) -> bool:
     """Whether the name of a layer, or of a function that the model calls, refers to images or volumes."""
     names = [*map(class_name, model.modules()), *names_called(model)]
     return any(word in name.lower() for name in names for word in ("2d", "3d", "convolution", "interpolate", "pixel_"))
-
-
-def _may_take_images(model: nn.Module) -> bool:
-    """Whether a model of linear layers may get images, which is unlikely if it has layers for sequences."""
-    kinds = nn.Linear, _OF_SEQUENCES
-    is_linear, is_of_sequences = (any(isinstance(layer, kind) for layer in model.modules()) for kind in kinds)
-    return is_linear and not is_of_sequences
 
 
 def _converted(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
@@ -199,10 +182,10 @@ def in_channels_last(tensor: Tensor) -> Tensor:
 
 def _in_plain_layout(tensor: Tensor) -> Tensor:
     """Convert an output that was computed in NHWC to the layout of the plain loop."""
-    return tensor.contiguous() if tensor.dim() in _FORMATS and _lies_as_nhwc(tensor) else tensor
+    return tensor.contiguous() if tensor.dim() in _FORMATS and _is_nhwc(tensor) else tensor
 
 
-def _lies_as_nhwc(tensor: Tensor) -> bool:
+def _is_nhwc(tensor: Tensor) -> bool:
     """Whether channels are innermost in memory, followed by two or more dimensions of pixels.
 
     In a single image, without a batch dimension, channels are the first dimension; in a batch, the second.
@@ -266,7 +249,7 @@ def _converting_its_input(forward: Call) -> Call:
         ):
             converted = in_channels_last(input)
             output = forward(self, converted, *args, **kwargs)
-            return _marked(output, input, also_plainly=_lies_as_nhwc(self.weight))
+            return _marked(output, input, also_plainly=_is_nhwc(self.weight))
         return forward(self, input, *args, **kwargs)
 
     return convert_and_forward
@@ -275,7 +258,7 @@ def _converting_its_input(forward: Call) -> Call:
 def _marked(output: Tensor, input: Tensor, also_plainly: bool = False) -> Tensor:
     """Mark whether an output is NHWC only because of the conversion. In the plain loop it has its input's layout."""
     if not (torch.compiler.is_compiling() or in_functorch()):
-        mark(output, not (also_plainly or (_lies_as_nhwc(input) and not is_converted(input))))
+        mark(output, not (also_plainly or (_is_nhwc(input) and not is_converted(input))))
     return output
 
 
@@ -287,7 +270,7 @@ def _view_or_reshape(view: Call) -> Call:
         except RuntimeError:
             if (
                 not call_state.accelerated
-                or not _lies_as_nhwc(self)
+                or not _is_nhwc(self)
                 or kwargs
                 or not shape
                 or isinstance(shape[0], torch.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -142,7 +141,6 @@ def _structure(module: nn.Module) -> Hashable:
 
 
 _numbers = itertools.count()
-_TRACING = r"torch\._"  # the modules of torch that trace
 
 
 class Compile(Step):
@@ -173,21 +171,12 @@ class Compile(Step):
     def apply(self, parts: TrainingObjects) -> str:
         if not self._compiled:
             self.undoing.enter_context(own_cache())
-            self._hide_what_torch_hides()
         models = self._uncompiled(parts)
         for model in models:
             if model not in self._compiled:
                 self._compiled[model] = self._compile(model)
         said = dict.fromkeys(self._compiled[model] for model in models)
         return f"torch.compile, at the first call: {', '.join(said)}"
-
-    def _hide_what_torch_hides(self) -> None:
-        """Ignore a warning that torch raises when a block's input has a gradient.
-
-        torch hides it, but does not prevent it from being raised if warnings are errors.
-        """
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning, _TRACING)
-        self.undoing.callback(_remove_filter, warnings.filters[0])
 
     def _uncompiled(self, parts: TrainingObjects) -> list[nn.Module]:
         """Return the models that the user has not compiled."""
@@ -219,8 +208,3 @@ def _caller(name: str) -> Callable[..., Any]:
     """
     code = plain_call.__code__.replace(co_name=f"{name}_{next(_numbers)}")
     return FunctionType(code, plain_call.__globals__, code.co_name)
-
-
-def _remove_filter(own: object) -> None:
-    if own in warnings.filters:
-        warnings.filters.remove(own)  # type: ignore[attr-defined]

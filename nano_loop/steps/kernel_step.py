@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.override import Override
-from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -34,11 +33,11 @@ class Kernels(NamedTuple):
         The replacements of torch's kernels.
     is_for : callable
         Whether a model calls the replaced operators.
-    says : str
+    report_line : str
         The line of the report.
-    absent : SkipReason
+    not_applicable : SkipReason
         Why models without such operators are skipped.
-    says_without_kernel : str or None
+    without_kernel : str or None
         The line, before the reason, if plain operators replace functions that cannot be compiled. None if none do.
     contexts : tuple of callable
         Return additional contexts in which the kernels are replaced.
@@ -49,9 +48,9 @@ class Kernels(NamedTuple):
     kernel: CompiledKernel
     overrides: tuple[Override, ...]
     is_for: Callable[[nn.Module], bool]
-    says: str
-    absent: SkipReason
-    says_without_kernel: str | None = None
+    report_line: str
+    not_applicable: SkipReason
+    without_kernel: str | None = None
     contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
     remark: Callable[[], str | None] = lambda: None
 
@@ -99,10 +98,9 @@ class KernelStep(Step):
         self._has_calls = False  # whether a set-up model seems to call the replaced operators
         self._calls_before = 0  # the functions' number of calls when they were activated
         self._in_force: ExitStack | None = None
-        self._models: Any = WeakIdKeyDictionary()
         self._calls = 0
         self._is_idle = False  # whether torch's kernels were restored
-        self._looks = ExitStack()  # subscriptions to the clock
+        self._subscriptions = ExitStack()
 
     @property
     def _is_for_precision(self) -> bool:
@@ -123,13 +121,13 @@ class KernelStep(Step):
         self._has_calls |= calls
         # Code outside the models may call the kernel. The report lists the step once that happens.
         if self.row.is_for_all_code and self.enabled and parts.models and self.kernels.kernel.unavailable is None:
-            self._begin_with([])
+            self._put_in_force([])
 
     @property
     @override
     def unused_because(self) -> str | None:
         has_called = self._has_calls or self.kernels.kernel.calls != self._calls_before
-        return None if has_called or not self.required else self.kernels.absent.detail
+        return None if has_called or not self.required else self.kernels.not_applicable.detail
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -138,25 +136,22 @@ class KernelStep(Step):
             precisions = f"for bf16{' and fp32' if self.row.in_fp32 is not None else ''}"
             return SkipReason("not_bf16", f"it is {precisions}", precisions)
         if not (self.required or any(map(kernels.is_for, parts.models))):
-            return kernels.absent
+            return kernels.not_applicable
         if kernels.calls_torchs_kernels and not gives_kernels():
             expected = f"torch {torch.__version__} does not expose the kernels of operators; 2.9 and later do"
             return SkipReason("old_torch", expected)
-        reason = kernels.kernel.unavailable if kernels.says_without_kernel is None else None
+        reason = kernels.kernel.unavailable if kernels.without_kernel is None else None
         if reason is None:
             return None
         return SkipReason("no_kernel", reason if self.required else for_report(reason))
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        models = [] if self.row.is_for_all_code else parts.models
-        self._begin_with(models)
-        for model in models:
-            self._models[model] = True
+        self._put_in_force([] if self.row.is_for_all_code else parts.models)
         reason = self.kernels.kernel.unavailable
-        return self.kernels.says if reason is None else f"{self.kernels.says_without_kernel}{for_report(reason)}"
+        return self.kernels.report_line if reason is None else f"{self.kernels.without_kernel}{for_report(reason)}"
 
-    def _begin_with(self, models: Iterable[nn.Module]) -> None:
+    def _put_in_force(self, models: Iterable[nn.Module]) -> None:
         kernels = self.kernels
         for model in models:
             interceptor = self.interceptors.for_model(model, self.name)
@@ -170,13 +165,8 @@ class KernelStep(Step):
                 self._in_force.enter_context(context())
         self._calls = kernels.kernel.calls
         if self._is_in_fp32:
-            self._looks.close()
-            self._looks.callback(self.clock.at_doublings(self._look, LOOKS_FROM))
-
-    @override
-    def forget_times(self) -> None:
-        if self._models and self._in_force is None:  # restored, since no call was faster
-            self._begin_with([*self._models])
+            self._subscriptions.close()
+            self._subscriptions.callback(self.clock.at_doublings(self._restore_unused, LOOKS_FROM))
 
     @override
     def final_result(self) -> StepResult | None:
@@ -185,11 +175,11 @@ class KernelStep(Step):
             detail = "torch's kernels kept: tensors too small to gain"
             return StepResult(self.name, "measured", detail, code="too_small")
         if self.row.is_for_all_code and self._in_force is not None and self.kernels.kernel.calls != self._calls_before:
-            return StepResult(self.name, "applied", self.kernels.says)
+            return StepResult(self.name, "applied", self.kernels.report_line)
         remark = self.kernels.remark()
-        return None if remark is None else StepResult(self.name, "applied", f"{self.kernels.says}; {remark}")
+        return None if remark is None else StepResult(self.name, "applied", f"{self.kernels.report_line}; {remark}")
 
-    def _look(self) -> None:
+    def _restore_unused(self) -> None:
         """Restore torch's kernels if no call has used a function since the last check."""
         if self._in_force is not None and self.kernels.kernel.calls == self._calls:
             self._in_force.close()

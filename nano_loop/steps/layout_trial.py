@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nano_loop.config.options import Options
 from nano_loop.cpu.process import Waits, unsure
-from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.torch_private import calls_only_forward
 from nano_loop.precision.verification.recorded_calls import RecordedCalls, loss_of
@@ -83,7 +83,8 @@ class LayoutTrial:
         model = self.model()
         reason = "" if model is None else _reason_not_to_time(model, self._options)  # hooks may have been added since
         if reason:
-            self.forget(reason)
+            self._reason = reason
+            self.recorded.end()
             return None
         waits = Waits()
         with tensors_kept(tensors):
@@ -94,12 +95,6 @@ class LayoutTrial:
         both = f"{duration(times[True])} per step in NHWC, {duration(times[False])} in NCHW"
         self._result = f"{_name(in_nhwc)}: {both}{unsure(waits.share())}"
         return in_nhwc
-
-    def forget(self, reason: str = _DETERMINISTIC) -> None:
-        """Do not time the model, for this reason."""
-        self._reason, self._result = reason, ""
-        if self.recorded is not None:
-            self.recorded.end()
 
     def _times(self) -> dict[bool, float]:
         """Return the minimum seconds of forward and backward, keyed by whether the layout is NHWC."""
@@ -130,7 +125,7 @@ def _reason_not_to_time(model: nn.Module, options: Options) -> str:
         return "tune_operators is off"
     if options.compile:
         return "compiled models are not measured"
-    if not may_depend_on_times():
+    if torch.are_deterministic_algorithms_enabled():
         return _DETERMINISTIC
     if not all(map(calls_only_forward, model.modules())):
         return "the model has hooks, which a copy would call"

@@ -17,7 +17,6 @@ from nano_loop.optimizers.split import SplitWeights
 from nano_loop.optimizers.split_steps import SplitSteps, why_not
 from nano_loop.optimizers.torch_fused_steps import steps_fused
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with, weakly
 from nano_loop.patching.optimizers import closure_of, held_by, with_closure
 from nano_loop.patching.patch_table import entry_set, process_wide
@@ -71,9 +70,6 @@ class OptimizerState(Step):
         # Undone first: the fp32 tensors that are created after the run do not fit where smaller blocks were freed.
         self.undoing.callback(trim)
         self.undoing.callback(give_back)
-        if self._is_split:
-            for model in parts.models:
-                self.interceptors.add(model, self.name, self._after_a_step_that_raised)
         weights = "bf16 weights with 16 extra bits" if self._is_split else "weights unchanged"
         moments = f"moments in {_BF16 if self._is_narrow else 'fp32'}"
         reasons = filter(None, map(why_not, parts.optimizers))
@@ -100,7 +96,7 @@ class OptimizerState(Step):
             steps.begin(optimizer)
             undoing.callback(weakly(steps.restore, optimizer))
             undoing.enter_context(steps_fused(optimizer, steps))
-        self._surround_modes(optimizer, wide)
+        self._wrap_modes(optimizer, wide)
 
     def _error(self, optimizer: Optimizer, reason: str) -> NanoConfigError:
         got = f"{self.options.as_written[self.name]} with {type(optimizer).__name__}"
@@ -114,22 +110,12 @@ class OptimizerState(Step):
         if optimizer in self._wide:
             self._wide[optimizer].narrow()
 
-    def _surround_modes(self, optimizer: Optimizer, wide: WideWeights) -> None:
+    def _wrap_modes(self, optimizer: Optimizer, wide: WideWeights) -> None:
         """Let the methods with which schedule-free optimizers swap weights compute in fp32 as well."""
         undone_with(optimizer, self.undoing).enter_context(entry_set(_wide_of, id(optimizer), wide))
         for name in _MODES:
             if callable(getattr(type(optimizer), name, None)):
                 self.undoing.enter_context(replaced(type(optimizer), name, _in_fp32))
-
-    def _after_a_step_that_raised(self, call: Call) -> Call:
-        """Split the weights that such a step has left in fp32 before the model is called again."""
-
-        def split_first(function: Call, /, *args: Any, **kwargs: Any) -> Any:
-            for wide in [*self._wide.values()]:
-                wide.narrow()
-            return call(function, *args, **kwargs)
-
-        return split_first
 
 
 _MODES = ("train", "eval")

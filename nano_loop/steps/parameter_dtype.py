@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -22,7 +21,7 @@ from nano_loop.precision.autocast.call_under_autocast import explain
 from nano_loop.precision.autocast.conversion import Conversion
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.allocator import trim
-from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.step import Step
 
 
 class ParameterDtype(Step):
@@ -38,13 +37,6 @@ class ParameterDtype(Step):
     @override
     def enabled(self) -> bool:
         return self.options.kind.parameters is not None
-
-    @override
-    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        empty = [model for model in parts.models if next(parameters_of(model), None) is None]
-        if len(empty) == len(parts.models) and all(isinstance(model, torch.jit.ScriptModule) for model in empty):
-            return SkipReason("frozen", "the model is frozen TorchScript, whose weights are constants")
-        return None
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
@@ -118,14 +110,11 @@ def _casting_outputs(conversion: Conversion) -> CallWrapper:
         return tensor.to(torch.float32) if is_to_cast else tensor
 
     def layer(call: Call) -> Call:
-        def with_casts(function: Call, /, *args: Any, **kwargs: Any) -> Any:
-            @functools.wraps(function)
-            def converted_first(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-                conversion.convert_added(module)  # inside the wrapper that splits weights after a failed step
-                return function(module, *args, **kwargs)
-
+        def with_casts(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                conversion.convert_added(module)
             try:
-                outputs = call(function if torch.compiler.is_compiling() else converted_first, *args, **kwargs)
+                outputs = call(function, module, *args, **kwargs)
             except RuntimeError as error:
                 explain(error, f"its parameters and inputs are {dtype}, and a tensor made in the model is not", _MADE)
                 raise

@@ -65,8 +65,6 @@ class Precision(Step):
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        if parts.models and all(map(_is_meta, parts.models)):
-            return SkipReason("meta_device", "the model's parameters are on the meta device, where nothing is computed")
         dtypes = [_uncast_dtype(model) for model in parts.models]
         if dtypes and all(dtypes):
             detail = f"the model's parameters are {dtypes[0]}, which autocast does not cast"
@@ -164,11 +162,6 @@ _SETTINGS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.dev
 def _merges(method: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a method takes no tensors, like one that merges weights: users put only the forward under autocast."""
     return not is_forward(method) and all(isinstance(value, _SETTINGS) for value in walk((args, kwargs), items_of))
-
-
-def _is_meta(model: nn.Module) -> bool:
-    parameters = list(parameters_of(model))
-    return bool(parameters) and all(parameter.is_meta for parameter in parameters)
 
 
 def _uncast_dtype(model: nn.Module) -> torch.dtype | None:

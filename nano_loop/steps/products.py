@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.norm.copied_inputs import COPIED_INPUTS
 from nano_loop.kernels.override import Override
 from nano_loop.kernels.rnn import recurrence
-from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import has_shape, parameters_of
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.policy.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
@@ -120,8 +119,7 @@ class Products(Step):
         self._policy = Policy(self.options.kind.products or torch.float32, record_product)
         self._kinds: set[_Kind] = set()
         self._in_force: dict[Override, ExitStack] = {}
-        self._looks = ExitStack()  # subscriptions to the clock
-        self._models: Any = WeakIdKeyDictionary()
+        self._subscriptions = ExitStack()  # subscriptions to the clock
         self._names: dict[str, None] = {}  # names of the models' classes
         self._all_round: bool | None = None
         self._trial: StepTrial[bool] | None = None
@@ -158,25 +156,20 @@ class Products(Step):
         self.undoing.enter_context(line_searches_in_fp32())
         self.undoing.enter_context(data_replaced())
         for model in parts.models:
-            self._models[model], self._names[class_name(model)] = True, None
-        self.undoing.callback(self._looks.close)
-        self.forget_times()
-        remarks = filter(None, map(remark_on_integers, parts.models))
-        return "; ".join([self.options.kind.summary, *dict.fromkeys(remarks)])
-
-    @override
-    def forget_times(self) -> None:
-        """Let all large products round, until it is measured again which ones do and whether that is faster."""
-        for model in [*self._models]:
+            self._names[class_name(model)] = None
             self._kinds |= {kind for kind in _KINDS if kind.is_for(model) and self._is_ready(kind)}
             interceptor = self.interceptors.for_model(model, self.name)
             interceptor.rules = interceptor.rules._replace(policy=self._policy)
+        self.undoing.callback(self._subscriptions.close)
+        # Let all large products round, until it is measured again which ones do and whether that is faster.
         self._medians = {}
         self._policy.forget()
-        self._looks.close()
-        self._looks.callback(self.clock.in_steps(_WATCHES_FROM, self._policy.watch))
-        self._looks.callback(self.clock.in_steps(LEARNS_AT, self._learn))
+        self._subscriptions.close()
+        self._subscriptions.callback(self.clock.in_steps(_WATCHES_FROM, self._policy.watch))
+        self._subscriptions.callback(self.clock.in_steps(LEARNS_AT, self._learn))
         self._let_round(True)
+        remarks = filter(None, map(remark_on_integers, parts.models))
+        return "; ".join([self.options.kind.summary, *dict.fromkeys(remarks)])
 
     def _is_ready(self, kind: _Kind) -> bool:
         in_bf16 = self._policy.dtype is torch.bfloat16
@@ -200,8 +193,8 @@ class Products(Step):
             wins=_WINS,
             most=ROUNDS,
         )
-        self._looks.callback(trial.end)
-        self._looks.callback(self.clock.after(trial.note))
+        self._subscriptions.callback(trial.end)
+        self._subscriptions.callback(self.clock.after(trial.note))
 
     def _let_round(self, rounds: bool) -> None:
         """Let products round if they may, or compute all in fp32 for now."""
@@ -214,7 +207,7 @@ class Products(Step):
             self._medians, self._unsure = self._trial.medians, self._trial.unsure
             self._policy.end()
             self._replace_kernels()
-        self._looks.close()
+        self._subscriptions.close()
 
     def _may_round(self) -> bool:
         return any(self._policy.may_any_round(kind.name) for kind in self._kinds)
@@ -228,7 +221,7 @@ class Products(Step):
         for replaced in wanted - self._in_force.keys():
             self._in_force[replaced] = self.undoing.enter_context(ExitStack())
             self._in_force[replaced].enter_context(replaced.in_force())
-        if self._models and not self._may_round():
+        if self._names and not self._may_round():
             self.interceptors.release(self.name)
 
     @override

@@ -170,9 +170,6 @@ class Step(ABC):
         """Return a context in which the step does not average the gradients of `models`. Most steps never do."""
         return nullcontext()
 
-    def forget_times(self) -> None:  # noqa: B027
-        """Discard all measurements. Called when torch's deterministic mode is enabled during the run."""
-
     def final_result(self) -> StepResult | None:
         """Return a final result for the report at the end of the run, before `undo`, or None."""
         return None

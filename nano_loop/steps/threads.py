@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from nano_loop.config.environment import is_exported
 from nano_loop.cpu.process import Waits, is_busy
-from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.patch_table import shared_change, users
 from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -149,7 +148,7 @@ class NumThreads(Step):
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if self.options.exact:
             return SkipReason("exact", "sums with another number of threads differ in bits, and exact is on")
-        if not may_depend_on_times():
+        if torch.are_deterministic_algorithms_enabled():
             return SkipReason("deterministic", _DETERMINISTIC)
         if self.ranks.size > 1:
             # What each rank computes from all gradients, such as their norm, would differ in bits between ranks.
@@ -176,17 +175,12 @@ class NumThreads(Step):
         return f"1 or {max(self._trial.settings)}, measured in the first steps"
 
     @override
-    def forget_times(self) -> None:
-        if self._trial is not None:
-            self._trial.forget()
-
-    @override
     def final_result(self) -> StepResult | None:
         """Return the chosen number of threads, and the step times with each."""
         trial = self._trial
         if trial is None:
             return None
-        if not may_depend_on_times():
+        if torch.are_deterministic_algorithms_enabled():
             return StepResult(self.name, "measured", f"{trial.setting}: {_DETERMINISTIC}", code="deterministic")
         if not trial.medians:
             return StepResult(self.name, "measured", f"{trial.setting}: too few steps to tell", code="too_few_steps")

@@ -14,7 +14,6 @@ from nano_loop.autotune.tuner import Tuner
 from nano_loop.cpu.process import Waits, is_busy, unsure
 from nano_loop.kernels import embedding
 from nano_loop.patching.calls.calls import CallInterceptor
-from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.runtime.objects.report import StepResult, duration
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SMALL, SkipReason, Step
@@ -99,7 +98,7 @@ class TuneOperators(Step):
             return SkipReason("compiled", "compiled models are not measured")
         if self.options.log_casts:
             return SkipReason("log_casts", "log_casts would list the measured operators")
-        if not may_depend_on_times():
+        if torch.are_deterministic_algorithms_enabled():
             detail = "measured choices may differ between runs, and torch.use_deterministic_algorithms is on"
             return SkipReason("deterministic", detail)
         return None

@@ -132,15 +132,9 @@ def attending(dimensions=4, size=16, **settings):
     return lambda: Layer(function, Attention(size, size))
 
 
-def looking_up(kind, **settings):
+def looking_up():
     indices = torch.tensor([[0, 3], [5, 3]])
-
-    def function(x, table):
-        if kind is nn.EmbeddingBag and x.dtype is torch.float64:  # torch has no second derivative for it
-            return F.embedding(indices, table.weight).sum(1).flatten()[:6] * x
-        return table(indices).flatten()[:6] * x
-
-    return lambda: Layer(function, kind(512, 6, **settings))
+    return Layer(lambda x, table: table(indices).flatten()[:6] * x, nn.Embedding(512, 6))
 
 
 def loss_of(dtype=None, smoothing=0.1):
@@ -209,7 +203,6 @@ CHUNKED, HEAD = ("chunks._Chunked", "logits._Placed"), functools.partial(Row, ar
 RMS, LOSSES = ("rms_norm._RmsNorm",), ("cross_entropy._Losses", "cross_entropy._Place")
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 RNNS = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn_tanh": nn.RNN, "rnn_relu": functools.partial(nn.RNN, nonlinearity="relu")}
-PROJECTED = lambda size, hidden, **settings: nn.LSTM(size, 3 * hidden, proj_size=hidden, **settings)  # noqa: E731
 ROWS = {
     **{name: RECURRENT(recurrent(kind), (5, 4, 6), operators=(f"{name}.input",)) for name, kind in RNNS.items()},
     **{
@@ -218,9 +211,8 @@ ROWS = {
     },
     **{
         f"{name}, packed, both ways": RECURRENT(packed(kind, 3, bidirectional=True), (5, 3, 6))
-        for name, kind in (RNNS | {"lstm, projected": PROJECTED}).items()
+        for name, kind in RNNS.items()
     },
-    "lstm, projected": RECURRENT(recurrent(PROJECTED), (5, 4, 6)),
     "gru of two layers": RECURRENT(recurrent(nn.GRU, num_layers=2), (5, 4, 6)),
     "gru with one bias": RECURRENT(with_one_bias, (5, 4, 6)),
     "gru in bf16": RECURRENT(recurrent(nn.GRU), (5, 4, 6), options=BF16),
@@ -282,8 +274,7 @@ ROWS = {
     ),
     "attention, rounded": ROUNDING(attending(size=32), LARGE_HEADS, calls="attention_backward"),
     "attention with a dropout, rounded": ROUNDING(attending(size=32, dropout_p=0.3), LARGE_HEADS, calls="product"),
-    "lookups": Row(looking_up(nn.Embedding), (6,), ("embedding._Rows", "embedding._Root"), ("embedding",), "sum_rows"),
-    "bags": Row(looking_up(nn.EmbeddingBag, mode="sum"), (6,), ("embedding._Bags",), ("_embedding_bag",), "sum_rows"),
+    "lookups": Row(looking_up, (6,), ("embedding._Rows", "embedding._Root"), ("embedding",), "sum_rows"),
     "means over pixels": Row(
         lambda: Layer(pooled, nn.Conv2d(16, 16, 1)),
         (4, 16, 6, 5),

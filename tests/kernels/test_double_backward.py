@@ -17,7 +17,6 @@ from nano_loop.patching.operators import gives_kernels
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
     # torch's own warning about operators without a batching rule
-    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # in forward mode, in 2.15 too
 ]
@@ -276,7 +275,7 @@ def row_of(name):
 #: Rows whose functions have another row, and those of rare layers, are tested with the slow tests only.
 LIKE_OTHERS = {
     *(f"{kind}, packed" for kind in ("lstm", "rnn_tanh", "rnn_relu")),
-    *(f"{kind}, packed, both ways" for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu", "lstm, projected")),
+    *(f"{kind}, packed, both ways" for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu")),
     *("rnn_relu", "gru of two layers", "gru with one bias", "rms norm without weights"),
     *("cross-entropy without smoothing", "attention in blocks, of three dimensions", "group norm of images"),
 }

@@ -14,7 +14,6 @@ from nano_loop.patching.operators import gives_kernels
 
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
-    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),  # torch's own
 ]
 #: Rows in fp32. The first one of each autograd function is fast, the others are slow.
 IN_FP32 = [name for name, row in ROWS.items() if "precision" not in row.options]

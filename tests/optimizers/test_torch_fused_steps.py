@@ -317,9 +317,6 @@ def test_hooks_run_in_torchs_order_and_may_change_the_arguments(name):
                 optimizer.step()
             handles.append(optimizer.register_step_pre_hook(lambda self, args, kwargs: ((self, lambda: 7), kwargs)))
             seen.append(optimizer.step())
-            handles.append(optimizer.register_step_pre_hook(lambda *given: "nonsense"))
-            with pytest.raises(RuntimeError, match=r"None or a tuple|None, or the new arguments"):
-                optimizer.step()
         finally:
             for handle in handles:
                 handle.remove()

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 import pytest
 
 from nano_loop.patching import patch_table
-from nano_loop.patching.patch_table import left_by_runs, listed, process_wide, shared_change, users
+from nano_loop.patching.patch_table import entry_set, left_by_runs, process_wide, shared_change, users
 
 
 def test_tables_that_are_not_empty_are_named_with_what_is_in_them(monkeypatch):
     monkeypatch.setattr(patch_table, "_tables", {})
-    table = process_wide("a table", set())
+    table = process_wide("a table", {})
     process_wide("an empty one", [])
-    with listed(table, 1), listed(table, 2):
+    with entry_set(table, 1, "one"), entry_set(table, 2, "two"):
         assert left_by_runs() == {"a table": 2}
     assert left_by_runs() == {}
 

@@ -152,14 +152,6 @@ def test_deterministic_mode_brings_back_the_first_number_and_ends_measurements(l
     assert torch.get_num_threads() == 1
 
 
-def test_deterministic_mode_leaves_a_number_that_the_loop_has_set(loop, deterministic):
-    loop.steps(500, {1: 0.5, MORE: 1.0})
-    torch.set_num_threads(3)
-    deterministic()
-    loop.trial.forget()
-    assert torch.get_num_threads() == 3
-
-
 def test_what_an_earlier_run_has_found_holds_at_once_until_steps_take_longer(made):
     choices = Choices(None)
     first = made(choices)

@@ -124,7 +124,7 @@ def test_view_that_is_wrong_in_any_layout_raises_what_torch_raises(step):
         (nn.GRU(2, 2), True, "no_images"),
         (nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 2)), True, "no_images"),
         (nn.Linear(2, 2), "auto", "no_images"),
-        (nn.Linear(2, 2), True, None),  # it accepts images, too
+        (nn.Linear(2, 2), True, "no_images"),
         (nn.ParameterList([torch.zeros(1, 2, 3, 3)]), True, "no_images"),
         (nn.AvgPool2d(2), True, None),
         (nn.AvgPool2d(2), "auto", "no_images"),

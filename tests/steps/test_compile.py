@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import pytest
@@ -179,16 +178,6 @@ def test_copies_and_pickles_of_a_compiled_model_are_plain(step):
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert not any(map(compiled_call, other.modules()))
         assert list(other.state_dict()) == keys
-
-
-def test_warning_that_torch_hides_is_ignored_during_the_run_alone(step):
-    before = [*warnings.filters]
-    made = step(Compile, compile={"backend": "eager"})
-    made.apply(TrainingObjects([Net()]))
-    made.apply(TrainingObjects([Net()]))
-    assert len(warnings.filters) == len(before) + 1
-    made.undo()
-    assert [*warnings.filters] == before
 
 
 @pytest.mark.parametrize("named", [None, "default", "named"])

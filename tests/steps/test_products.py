@@ -529,19 +529,3 @@ def test_products_round_where_steps_are_as_slow_in_fp32(clock, precision):
     assert used.count(0) == module.ROUNDS
     assert used[-5:] == [1] * 5
     assert [result.status for result in report.results if result.name == "precision"] == ["applied"]
-
-
-@either
-def test_deterministic_mode_lets_large_products_round_again_that_were_slower(clock, deterministic, precision):
-    model, used = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), []
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with nano_loop.accelerated(model, optimizer, precision=precision, fast_linear=False, verbose=False):
-        for step in range(2 * module.LEARNS_AT + 120):
-            if step == module.LEARNS_AT + 60:
-                deterministic()
-            used.append(in_force())
-            clock.now += 1.05 if used[-1][0] else 1.0
-            model(torch.randn(1024, 256)).square().mean().backward()
-            optimizer.step()
-    assert used[module.LEARNS_AT + 59] == (0, 0)
-    assert used[module.LEARNS_AT + 60 :] == [(1, 1)] * (module.LEARNS_AT + 60)

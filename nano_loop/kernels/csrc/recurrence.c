@@ -134,37 +134,34 @@ static void round_tile(float *tile, int64_t depth) {}
 enum { RELU, TANH, LSTM, GRU }; /* torch's modes */
 
 /* Sizes. `inputs` is the number of inputs multiplied within the time steps of a forward, or 0 if that was done before.
-   The states that are multiplied have the size of the outputs: the units, or a projection of them. Flags: reversed (the
-   last time step is computed first), packed (the number of sequences may decrease), trained (the data for the backward
-   is kept), and rounded operands (operands are in bf16, and output gradients may be, too). */
+   Flags: reversed (the last time step is computed first), packed (the number of sequences may decrease), trained (the
+   data for the backward is kept), and rounded operands (operands are in bf16, and output gradients may be, too). */
 typedef struct {
-    int64_t mode, steps, batch, inputs, hidden, outputs, is_reversed, is_packed, is_trained, is_rounded, gradient_is_rounded;
+    int64_t mode, steps, batch, inputs, hidden, is_reversed, is_packed, is_trained, is_rounded, gradient_is_rounded;
 } Call;
 
 /* A call and its tensors, most of which have a row per time step and sequence. Operands are multiplied by weights. */
 typedef struct {
     const Call *call;
     const int64_t *offsets;
-    const void *inputs;                                    /* operands, or NULL */
-    const float *input_weight, *weight, *projection;       /* of inputs and states, in rows of gates, or NULL */
-    const float *input_bias, *state_bias;                  /* or NULL */
-    const float *first, *first_cells;                      /* the initial states */
-    const void *first_states;                              /* `first` as operands */
-    float *gates;   /* the precomputed products of inputs, then the gates of all units; or NULL */
-    float *inner;   /* the cells of an LSTM; for a GRU, the values that the reset gate multiplies, or NULL */
-    float *out;     /* may be NULL for an LSTM with rounded operands */
-    void *squashed; /* operands: the units' outputs before the projection, or NULL */
-    void *states;   /* operands: the outputs. Like `first_states`, NULL if not rounded */
+    const void *inputs;                   /* operands, or NULL */
+    const float *input_weight, *weight;   /* of inputs and states, in rows of gates, or NULL */
+    const float *input_bias, *state_bias; /* or NULL */
+    const float *first, *first_cells;     /* the initial states */
+    const void *first_states;             /* `first` as operands */
+    float *gates; /* the precomputed products of inputs, then the gates of all units; or NULL */
+    float *inner; /* the cells of an LSTM; for a GRU, the values that the reset gate multiplies, or NULL */
+    float *out;   /* may be NULL for an LSTM with rounded operands */
+    void *states; /* operands: the outputs. Like `first_states`, NULL if not rounded */
     float *last, *last_cells;
     /* Gradients: */
     const void *of_out;         /* or NULL */
     float *of_state, *of_cells; /* of the state after the current steps, without the products of `of_gates` */
     void *of_gates;             /* operands; for a GRU: of the new gate's inner part, both sigmoids, and the new gate */
-    void *of_projected;         /* operands: of everything that was projected, or NULL */
     float *of_bias;             /* the sums of `of_gates` */
     void *before;               /* not a gradient, but operands: the states before each time step, written if packed */
     float *of_inputs, *of_input_weight, *of_weight; /* or NULL */
-    float *packed, *packed_inputs, *packed_projection, *bias, *zeros;
+    float *packed, *packed_inputs, *bias, *zeros;
 } Layer;
 
 /* The rows of a time step in the tensors, and of the steps computed before and after it in a forward. */
@@ -179,7 +176,6 @@ INLINE int64_t gates_in(int64_t mode) { return mode == LSTM ? 4 : mode == GRU ? 
 INLINE int64_t gradients_in(int64_t mode) { return mode == LSTM || mode == GRU ? 4 : 1; }
 INLINE int64_t gates_of(const Call *call) { return gates_in(call->mode); }
 INLINE int64_t gradients_of(const Call *call) { return gradients_in(call->mode) * call->hidden; }
-INLINE int64_t is_projected(const Call *call) { return call->outputs != call->hidden; }
 
 INLINE int is_rounded(const Call *call) {
 #ifdef HAS_BF16
@@ -217,19 +213,15 @@ INLINE int64_t vectors_of_tile(int64_t kinds, int64_t unit, int64_t hidden) {
     return kinds == 1 ? vectors_at(unit, hidden) : kinds;
 }
 INLINE int64_t tiles_of(const Call *call, int backward) {
-    return backward ? divided(call->outputs, TILE) : divided(call->hidden, units_of_tile(gates_of(call)));
+    return divided(call->hidden, backward ? TILE : units_of_tile(gates_of(call)));
 }
 
-/* The number of floats that a call needs: for the packed weights of states, inputs and the projection, for biases, and
-   for a row of zeros. */
-enum { WEIGHT, INPUTS, PROJECTION, BIAS, ZEROS, PLACES };
+/* The number of floats that a call needs: for the packed weights of states and inputs, biases, and a row of zeros. */
+enum { WEIGHT, INPUTS, BIAS, ZEROS, PLACES };
 static int64_t lay_out(const Call *call, int backward, int64_t sizes[PLACES]) {
-    int64_t tiles = tiles_of(call, backward), depth = backward ? gates_of(call) * call->hidden : call->outputs;
-    int64_t of_projection = backward ? divided(call->hidden, TILE) * call->outputs
-                                     : divided(call->outputs, TILE) * call->hidden;
+    int64_t tiles = tiles_of(call, backward), depth = (backward ? gates_of(call) : 1) * call->hidden;
     sizes[WEIGHT] = tiles * TILE * depth;
     sizes[INPUTS] = backward ? 0 : tiles * TILE * call->inputs;
-    sizes[PROJECTION] = is_projected(call) ? of_projection * TILE : 0;
     sizes[BIAS] = backward ? 0 : 4 * up_to(call->hidden, WIDTH);
     sizes[ZEROS] = backward ? up_to(depth, WIDTH) : 0;
     int64_t sum = 0;
@@ -258,9 +250,9 @@ INLINE Step step_at(const Layer *work, int64_t time) {
 
 /* The states before a time step. */
 INLINE const void *operands_before(const Layer *work, const Step *step, int64_t row) {
-    int64_t outputs = work->call->outputs;
-    if (row < step->before.count) return operands(work->call, work->states, step->before.row + row, outputs);
-    return operands(work->call, work->first_states, row, outputs);
+    int64_t hidden = work->call->hidden;
+    if (row < step->before.count) return operands(work->call, work->states, step->before.row + row, hidden);
+    return operands(work->call, work->first_states, row, hidden);
 }
 INLINE const float *numbers_before(const Step *step, int64_t row, const float *all, const float *before_all,
                                    int64_t width) {
@@ -284,14 +276,6 @@ typedef struct {
 } Part;
 
 /* ------------------------------------------------------------------------------------------------- forward */
-
-/* Writes the outputs of a sequence. */
-INLINE void write_outputs(const Layer *work, const Step *step, int64_t row, int64_t unit, Vector numbers) {
-    int64_t outputs = work->call->outputs, at = step->now.row + row;
-    if (work->out) store(work->out + at * outputs + unit, outputs - unit, numbers);
-    if (is_rounded(work->call)) store_operands(work->call, work->states, at, outputs, unit, numbers, outputs - unit);
-    if (row >= step->after.count) store(work->last + row * outputs + unit, outputs - unit, numbers);
-}
 
 /* Computes units of a sequence from their gates' sums: those of states at stride WIDTH, those of inputs at `apart`. */
 INLINE void compute_units(const int mode, const Layer *work, const Step *step, int64_t row, int64_t unit,
@@ -336,8 +320,9 @@ INLINE void compute_units(const int mode, const Layer *work, const Step *step, i
         Vector sum = inputs[0] + states[0];
         output = mode == TANH ? hyperbolic_tangent(sum) : CHOOSE(sum < 0.0f, (Vector){0}, sum);
     }
-    if (work->squashed) store_operands(call, work->squashed, at, hidden, unit, output, count);
-    else write_outputs(work, step, row, unit, output);
+    if (work->out) store(work->out + at * hidden + unit, count, output);
+    if (is_rounded(call)) store_operands(call, work->states, at, hidden, unit, output, count);
+    if (row >= step->after.count) store(work->last + row * hidden + unit, count, output);
 }
 
 /* Computes the units of a tile for some sequences at one time step. */
@@ -345,10 +330,10 @@ INLINE void forward_tile(const int mode, const Layer *work, const Step *step, in
     const Call *call = work->call;
     const float *from[ROWS];
     float of_states[ROWS * TILE] __attribute__((aligned(64))), of_inputs[ROWS * TILE] __attribute__((aligned(64)));
-    int64_t hidden = call->hidden, outputs = call->outputs, inputs = call->inputs, kinds = gates_in(mode);
+    int64_t hidden = call->hidden, inputs = call->inputs, kinds = gates_in(mode);
     int64_t unit = tile * units_of_tile(kinds), vectors = vectors_of_tile(kinds, unit, hidden), at = step->now.row + row;
     for (int64_t i = 0; i < rows; i++) from[i] = operands_before(work, step, row + i);
-    product(call, rows, vectors, outputs, from, tile_at(work->packed, tile, outputs), of_states);
+    product(call, rows, vectors, hidden, from, tile_at(work->packed, tile, hidden), of_states);
     if (inputs) {
         for (int64_t i = 0; i < rows; i++) from[i] = operands(call, work->inputs, at + i, inputs);
         product(call, rows, vectors, inputs, from, tile_at(work->packed_inputs, tile, inputs), of_inputs);
@@ -362,19 +347,6 @@ INLINE void forward_tile(const int mode, const Layer *work, const Step *step, in
         }
 }
 
-/* Computes the outputs from the units. */
-static void project_tile(const Layer *work, const Step *step, int64_t tile, int64_t row, int64_t rows) {
-    const Call *call = work->call;
-    const float *from[ROWS];
-    float sums[ROWS * TILE] __attribute__((aligned(64)));
-    int64_t hidden = call->hidden, at = tile * TILE, vectors = vectors_at(at, call->outputs);
-    for (int64_t i = 0; i < rows; i++) from[i] = operands(call, work->squashed, step->now.row + row + i, hidden);
-    product(call, rows, vectors, hidden, from, tile_at(work->packed_projection, tile, hidden), sums);
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < vectors; j++)
-            write_outputs(work, step, row + i, at + j * WIDTH, *(const Unaligned *)(sums + i * TILE + j * WIDTH));
-}
-
 /* Computes each tile for all sequences, because it stays in the cache. */
 INLINE void forward_part(const int mode, const Layer *work, const Part *part) {
     for (int64_t time = 0; time < work->call->steps; time++) {
@@ -386,9 +358,6 @@ INLINE void forward_part(const int mode, const Layer *work, const Part *part) {
         for (int64_t tile = part->tile; tile < part->behind_tiles; tile++)
             for (int64_t row = part->row; row < end; row += ROWS)
                 forward_tile(mode, work, &step, tile, row, least(ROWS, end - row));
-        for (int64_t tile = 0; work->projection && tile < divided(work->call->outputs, TILE); tile++)
-            for (int64_t row = part->row; row < end; row += ROWS)
-                project_tile(work, &step, tile, row, least(ROWS, end - row));
     }
 }
 
@@ -420,18 +389,11 @@ static void pack_forward(const Layer *work, int64_t part, int64_t parts) {
     const Call *call = work->call;
     int64_t gates = call->mode == GRU ? 4 : gates_of(call);
     for (int64_t tile = part; tile < tiles_of(call, 0); tile += parts) {
-        pack_gates(call, work->weight, call->outputs, tile, work->packed);
+        pack_gates(call, work->weight, call->hidden, tile, work->packed);
         if (call->inputs) pack_gates(call, work->input_weight, call->inputs, tile, work->packed_inputs);
     }
     for (int64_t gate = part; gate < gates; gate += parts)
         pack_bias(work, gate, work->bias + gate * up_to(call->hidden, WIDTH));
-    if (!work->projection) return;
-    for (int64_t tile = part; tile < divided(call->outputs, TILE); tile += parts) {
-        float *to = tile_at(work->packed_projection, tile, call->hidden);
-        const float *from = work->projection + tile * TILE * call->hidden;
-        pack_tile(from, 1, call->hidden, call->outputs - tile * TILE, call->hidden, TILE, to);
-        if (is_rounded(call)) round_tile(to, call->hidden);
-    }
 }
 
 /* ------------------------------------------------------------------------------------------------ backward */
@@ -475,27 +437,27 @@ INLINE void differentiate_units(const int mode, const Layer *work, const Step *s
 }
 
 /* Computes the gradients for a tile at one time step for some sequences, and for the initial states of sequences that
-   start after it. Gradients of a projection are only written. */
+   start after it. */
 INLINE void backward_tile(const int mode, const Layer *work, const Step *step, int64_t tile, int64_t row, int64_t rows) {
     const Call *call = work->call;
     const float *from[ROWS];
     float sums[ROWS * TILE] __attribute__((aligned(64)));
-    int64_t hidden = call->hidden, outputs = call->outputs, at = tile * TILE, vectors = vectors_at(at, outputs);
+    int64_t hidden = call->hidden, at = tile * TILE, vectors = vectors_at(at, hidden);
     int64_t depth = gates_in(mode) * hidden, width = gradients_in(mode) * hidden;
     for (int64_t i = 0; i < rows; i++) {
         int is_behind = row + i < step->after.count;
         from[i] = is_behind ? operands(call, work->of_gates, step->after.row + row + i, width) : work->zeros;
         if (call->is_packed && !tile && row + i < step->now.count)
-            memcpy(operands(call, work->before, step->now.row + row + i, outputs), operands_before(work, step, row + i),
-                   (size_t)bytes_of_row(call, outputs));
+            memcpy(operands(call, work->before, step->now.row + row + i, hidden), operands_before(work, step, row + i),
+                   (size_t)bytes_of_row(call, hidden));
     }
     const float *packed = tile_at(work->packed, tile, depth);
     if (row < step->after.count) product(call, rows, vectors, depth, from, packed, sums);
     else memset(sums, 0, sizeof sums);
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < vectors; j++) {
-            int64_t unit = at + j * WIDTH, count = outputs - unit, here = (step->now.row + row + i) * outputs + unit;
-            float *of_state = work->of_state + (row + i) * outputs + unit;
+            int64_t unit = at + j * WIDTH, count = hidden - unit, here = (step->now.row + row + i) * hidden + unit;
+            float *of_state = work->of_state + (row + i) * hidden + unit;
             Vector gradient = *(const Unaligned *)(sums + i * TILE + j * WIDTH);
             if (mode == GRU || row + i >= step->after.count) gradient += load(of_state, count);
             if (row + i >= step->now.count) {
@@ -505,31 +467,13 @@ INLINE void backward_tile(const int mode, const Layer *work, const Step *step, i
             if (work->of_out)
                 gradient += call->gradient_is_rounded ? load_rounded((const uint16_t *)work->of_out + here, count)
                                                       : load((const float *)work->of_out + here, count);
-            int64_t place = step->now.row + row + i;
-            if (work->projection) store_operands(call, work->of_projected, place, outputs, unit, gradient, count);
-            else differentiate_units(mode, work, step, row + i, unit, gradient);
-        }
-}
-
-/* Computes the gradients of projected units. */
-static void differentiate_tile(const Layer *work, const Step *step, int64_t tile, int64_t row, int64_t rows) {
-    const Call *call = work->call;
-    const float *from[ROWS];
-    float sums[ROWS * TILE] __attribute__((aligned(64)));
-    int64_t outputs = call->outputs, unit = tile * TILE, vectors = vectors_at(unit, call->hidden);
-    for (int64_t i = 0; i < rows; i++) from[i] = operands(call, work->of_projected, step->now.row + row + i, outputs);
-    product(call, rows, vectors, outputs, from, tile_at(work->packed_projection, tile, outputs), sums);
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < vectors; j++) {
-            Vector of_output = *(const Unaligned *)(sums + i * TILE + j * WIDTH);
-            differentiate_units(LSTM, work, step, row + i, unit + j * WIDTH, of_output);
+            differentiate_units(mode, work, step, row + i, unit, gradient);
         }
 }
 
 INLINE void backward_part(const int mode, const Layer *work, const Part *part) {
     for (int64_t time = work->call->steps - 1; time >= -1; time--) {
         Step step = step_at(work, time);
-        int64_t now = least(part->behind_rows, step.now.count);
         int64_t end = least(part->behind_rows, most(step.now.count, step.after.count));
         if (part->waits) {
 #pragma omp barrier
@@ -537,9 +481,6 @@ INLINE void backward_part(const int mode, const Layer *work, const Part *part) {
         for (int64_t tile = part->tile; tile < part->behind_tiles; tile++)
             for (int64_t row = part->row; row < end; row += ROWS)
                 backward_tile(mode, work, &step, tile, row, least(ROWS, end - row));
-        for (int64_t tile = 0; work->projection && tile < divided(work->call->hidden, TILE); tile++)
-            for (int64_t row = part->row; row < now; row += ROWS)
-                differentiate_tile(work, &step, tile, row, least(ROWS, now - row));
     }
 }
 
@@ -556,11 +497,9 @@ static void pack_columns(const Call *call, const float *matrix, int64_t depth, i
 
 static void pack_backward(const Layer *work, int64_t part, int64_t parts) {
     const Call *call = work->call;
-    int64_t hidden = call->hidden, outputs = call->outputs, depth = gates_of(call) * hidden;
-    for (int64_t tile = part; tile < divided(outputs, TILE); tile += parts)
-        pack_columns(call, work->weight, depth, call->mode == GRU ? 2 * hidden : 0, outputs, tile, work->packed);
-    for (int64_t tile = part; work->projection && tile < divided(hidden, TILE); tile += parts)
-        pack_columns(call, work->projection, outputs, 0, hidden, tile, work->packed_projection);
+    int64_t hidden = call->hidden, depth = gates_of(call) * hidden;
+    for (int64_t tile = part; tile < divided(hidden, TILE); tile += parts)
+        pack_columns(call, work->weight, depth, call->mode == GRU ? 2 * hidden : 0, hidden, tile, work->packed);
 }
 
 /* Sums the gradients of gates over all rows, for a range of columns. */
@@ -592,17 +531,17 @@ static void multiply_part(const Shape *shape, const float *a, const float *b, fl
 static void multiply_gradients(const Layer *work, int64_t part, int64_t parts) {
     const Call *call = work->call;
     int64_t rows = work->offsets[call->steps], hidden = call->hidden, gates = gates_of(call) * hidden;
-    int64_t width = gradients_of(call), inputs = call->inputs, outputs = call->outputs, of_new = call->mode == GRU ? hidden : 0;
+    int64_t width = gradients_of(call), inputs = call->inputs, of_new = call->mode == GRU ? hidden : 0;
     const float *of_states = work->of_gates, *of_sums = of_states + of_new;
     Shape shape = {rows, inputs, gates, width, 1, inputs, 1};
     if (work->of_inputs) multiply_part(&shape, of_sums, work->input_weight, work->of_inputs, part, parts);
     Shape of_weight = {gates, inputs, rows, 1, width, inputs, 1};
     if (work->of_input_weight) multiply_part(&of_weight, of_sums, work->inputs, work->of_input_weight, part, parts);
     if (!work->of_weight) return;
-    of_weight.rows = gates - of_new, of_weight.columns = of_weight.b_step = outputs;
+    of_weight.rows = gates - of_new, of_weight.columns = of_weight.b_step = hidden;
     multiply_part(&of_weight, of_sums, work->before, work->of_weight, part, parts);
     of_weight.rows = of_new;
-    if (of_new) multiply_part(&of_weight, of_states, work->before, work->of_weight + 2 * hidden * outputs, part, parts);
+    if (of_new) multiply_part(&of_weight, of_states, work->before, work->of_weight + 2 * hidden * hidden, part, parts);
 }
 
 /* --------------------------------------------------------------------------------------------------- calls */
@@ -625,13 +564,12 @@ static void compute(Layer *work, int backward, char *scratch, int threads) {
     lay_out(call, backward, sizes);
     if (!is_rounded(call)) work->first_states = work->first, work->states = work->out;
     work->packed = (float *)up_to((int64_t)scratch, 64), work->packed_inputs = work->packed + of[WEIGHT];
-    work->packed_projection = work->packed_inputs + of[INPUTS], work->bias = work->packed_projection + of[PROJECTION];
-    work->zeros = work->bias + of[BIAS];
+    work->bias = work->packed_inputs + of[INPUTS], work->zeros = work->bias + of[BIAS];
     memset(work->zeros, 0, 4 * (size_t)of[ZEROS]);
-    int64_t tiles = tiles_of(call, backward), depth = call->outputs + (backward ? 0 : call->inputs);
+    int64_t tiles = tiles_of(call, backward), depth = call->hidden + (backward ? 0 : call->inputs);
     int64_t multiplications = work->offsets[call->steps] * gates_of(call) * call->hidden * depth;
     int64_t parts = least(threads, 1 + multiplications / MULTIPLICATIONS);
-    int shares_tiles = !is_projected(call) && (4 * (of[WEIGHT] + of[INPUTS]) > CACHED || call->batch < 2 * parts) &&
+    int shares_tiles = (4 * (of[WEIGHT] + of[INPUTS]) > CACHED || call->batch < 2 * parts) &&
                        multiplications / call->steps > STEP_TO_SHARE;
     if (!backward) parts = least(parts, shares_tiles ? tiles : call->batch);
 #pragma omp parallel num_threads((int)parts)
@@ -657,35 +595,35 @@ static void compute(Layer *work, int backward, char *scratch, int threads) {
     }
 }
 
-/* Writes the outputs of all time steps, the last states, and the data for the backward: `gates`, `inner` and
-   `squashed`. `gates` may be NULL for a GRU that is not trained, and `gates` and `inner` for an RNN. */
+/* Writes the outputs of all time steps, the last states, and the data for the backward: `gates` and `inner`. `gates`
+   may be NULL for a GRU that is not trained, and both for an RNN. */
 void recurrence_forward(const Call *call, const int64_t *offsets, const void *inputs, const float *input_weight,
-                        const float *weight, const float *input_bias, const float *state_bias, const float *projection,
+                        const float *weight, const float *input_bias, const float *state_bias,
                         const float *first_outputs, const void *first_states, const float *first_cells, float *gates,
-                        float *inner, void *squashed, float *out, void *states, float *last, float *last_cells,
-                        char *scratch, int threads) {
+                        float *inner, float *out, void *states, float *last, float *last_cells, char *scratch,
+                        int threads) {
     Layer work = {.call = call, .offsets = offsets, .inputs = inputs, .input_weight = input_weight, .weight = weight};
-    work.input_bias = input_bias, work.state_bias = state_bias, work.projection = projection, work.first = first_outputs;
+    work.input_bias = input_bias, work.state_bias = state_bias, work.first = first_outputs;
     work.first_states = first_states, work.first_cells = first_cells, work.gates = gates, work.inner = inner;
-    work.squashed = squashed, work.out = out, work.states = states, work.last = last, work.last_cells = last_cells;
+    work.out = out, work.states = states, work.last = last, work.last_cells = last_cells;
     compute(&work, 0, scratch, threads);
 }
 
-/* Writes the gradients of the gates before their activations, the sums of these, the gradients of projected values, and
-   the states before each time step if packed. For arguments that are not NULL, it also writes the gradients of inputs
+/* Writes the gradients of the gates before their activations, the sums of these, and the states before each time step
+   if packed. For arguments that are not NULL, it also writes the gradients of inputs
    and weights, which are products over all time steps, in fp32. `of_state` and `of_cells` are the gradients of the last
    states, and are overwritten by those of the initial states. */
 void recurrence_backward(const Call *call, const int64_t *offsets, const float *inputs, const float *input_weight,
-                         const float *weight, const float *projection, const float *first_outputs,
-                         const void *first_states, const float *first_cells, float *gates, float *inner, float *out,
-                         void *states, const void *of_out, float *of_state, float *of_cells, void *of_gates,
-                         float *of_bias, void *of_projected, void *before, float *of_inputs, float *of_input_weight,
-                         float *of_weight, char *scratch, int threads) {
+                         const float *weight, const float *first_outputs, const void *first_states,
+                         const float *first_cells, float *gates, float *inner, float *out, void *states,
+                         const void *of_out, float *of_state, float *of_cells, void *of_gates, float *of_bias,
+                         void *before, float *of_inputs, float *of_input_weight, float *of_weight, char *scratch,
+                         int threads) {
     Layer work = {.call = call, .offsets = offsets, .inputs = inputs, .input_weight = input_weight, .weight = weight};
-    work.projection = projection, work.first = first_outputs, work.first_states = first_states;
-    work.first_cells = first_cells, work.gates = gates, work.inner = inner, work.out = out, work.states = states;
-    work.of_out = of_out, work.of_state = of_state, work.of_cells = of_cells, work.of_gates = of_gates;
-    work.of_bias = of_bias, work.of_projected = of_projected, work.before = before, work.of_inputs = of_inputs;
-    work.of_input_weight = of_input_weight, work.of_weight = of_weight;
+    work.first = first_outputs, work.first_states = first_states, work.first_cells = first_cells;
+    work.gates = gates, work.inner = inner, work.out = out, work.states = states, work.of_out = of_out;
+    work.of_state = of_state, work.of_cells = of_cells, work.of_gates = of_gates, work.of_bias = of_bias;
+    work.before = before, work.of_inputs = of_inputs, work.of_input_weight = of_input_weight;
+    work.of_weight = of_weight;
     compute(&work, 1, scratch, threads);
 }

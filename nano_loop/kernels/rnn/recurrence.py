@@ -24,11 +24,9 @@ from nano_loop.patching.torch_private import below_autocast
 KERNEL = CompiledKernel(
     "recurrence",
     {
-        "recurrence_forward": (
-            *(INT64, FLOATS, *(FP32,) * 6, FLOATS, *(FP32,) * 3, FLOATS, FP32, FLOATS, FP32, FP32, BYTES),
-        ),
+        "recurrence_forward": (*(INT64, FLOATS, *(FP32,) * 5, FLOATS, *(FP32,) * 4, FLOATS, FP32, FP32, BYTES),),
         "recurrence_backward": (
-            *(INT64, *(FP32,) * 5, FLOATS, *(FP32,) * 4, FLOATS, FLOATS, FP32, FP32, FLOATS, FP32, FLOATS, FLOATS),
+            *(INT64, *(FP32,) * 4, FLOATS, *(FP32,) * 4, FLOATS, FLOATS, FP32, FP32, FLOATS, FP32, FLOATS),
             *(*(FP32,) * 3, BYTES),
         ),
     },
@@ -47,7 +45,7 @@ class _Call(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int64)
         for name in (
-            *("mode", "steps", "batch", "inputs", "hidden", "outputs"),
+            *("mode", "steps", "batch", "inputs", "hidden"),
             *("is_reversed", "is_packed", "is_trained", "is_rounded", "gradient_is_rounded"),
         )
     )
@@ -59,9 +57,9 @@ def recurrence(layer: Recurrence, arguments: Arguments) -> tuple[Tensor, ...]:
     Returns
     -------
     outputs : torch.Tensor
-        Of shape (rows, outputs). The backward reads it, so it must not be overwritten.
+        Of shape (rows, hidden). The backward reads it, so it must not be overwritten.
     state : torch.Tensor
-        The outputs at the last time step of each sequence, of shape (batch, outputs).
+        The outputs at the last time step of each sequence, of shape (batch, hidden).
     cells : torch.Tensor
         The cells of an LSTM after the last time step. Omitted for other layers.
     """
@@ -113,8 +111,6 @@ class _Kept(NamedTuple):
         The gates of a GRU or an LSTM.
     inner : torch.Tensor or None
         The cells of an LSTM; for a GRU, the values that the reset gate multiplies.
-    squashed : torch.Tensor or None
-        The outputs of the units before their projection.
     states : torch.Tensor
         The initial states and the outputs, adjacent and in order of computation.
     outputs : torch.Tensor or None
@@ -123,7 +119,6 @@ class _Kept(NamedTuple):
 
     gates: Tensor | None
     inner: Tensor | None
-    squashed: Tensor | None
     states: Tensor
     outputs: Tensor | None
 
@@ -135,7 +130,7 @@ class _Kept(NamedTuple):
         """Return the initial states."""
         return self.states[rows:] if layer.is_reversed else self.states[:-rows]
 
-    def behind(self, layer: Recurrence, rows: int) -> Tensor:
+    def after(self, layer: Recurrence, rows: int) -> Tensor:
         """Return the outputs."""
         return self.states[:rows] if layer.is_reversed else self.states[-rows:]
 
@@ -143,7 +138,7 @@ class _Kept(NamedTuple):
 def _sizes(layer: Recurrence, tensors: Arguments) -> _Call:
     """Return the sizes of a call, for the C function."""
     call = _Call(layer.mode, layer.offsets.numel() - 1, tensors.state.size(0))
-    call.hidden, call.outputs = tensors.input_weight.size(0) // GATES[layer.mode], tensors.state.size(1)
+    call.hidden = tensors.state.size(1)
     call.is_reversed, call.is_packed, call.is_rounded = layer.is_reversed, layer.is_packed, layer.rounds
     return call
 
@@ -163,7 +158,7 @@ def _has_policy() -> bool:
 
 def _forward(layer: Recurrence, tensors: Arguments, is_trained: bool) -> tuple[_Kept, tuple[Tensor, ...]]:
     """Return the data for the backward, and the outputs and states."""
-    inputs, input_weight, hidden_weight, input_bias, hidden_bias, projection, state, cells = tensors
+    inputs, input_weight, hidden_weight, input_bias, hidden_bias, state, cells = tensors
     call, rows, is_rnn = _sizes(layer, tensors), inputs.size(0), GATES[layer.mode] == 1
     call.is_trained = is_trained
     gates: Tensor | None = None
@@ -177,26 +172,23 @@ def _forward(layer: Recurrence, tensors: Arguments, is_trained: bool) -> tuple[_
     kept = _Kept(
         gates,
         empty(rows, call.hidden) if layer.mode == LSTM or (layer.mode == GRU and is_trained) else None,
-        None if projection is None else layer.operands(rows, call.hidden),
-        layer.operands(rows + call.batch, call.outputs),
-        empty(rows, call.outputs)
-        if layer.rounds and (layer.mode != LSTM or layer.dtypes[0] is torch.float32)
-        else None,
+        layer.operands(rows + call.batch, call.hidden),
+        empty(rows, call.hidden) if layer.rounds and (layer.mode != LSTM or layer.dtypes[0] is torch.float32) else None,
     )
-    first, states = kept.first(layer, rows), kept.behind(layer, rows)
+    first, states = kept.first(layer, rows), kept.after(layer, rows)
     first.copy_(layer.as_operands(state))
     outputs = kept.outputs if layer.rounds else states
-    last, last_cells = empty(call.batch, call.outputs), None if cells is None else empty(call.batch, call.hidden)
+    last, last_cells = empty(call.batch, call.hidden), None if cells is None else empty(call.batch, call.hidden)
     weights, biases = (in_steps[1], _wide(hidden_weight)), (in_steps[2], _wide(hidden_bias))
     _run(
         "forward",
         call,
-        *(layer.offsets, in_steps[0], *weights, *biases, _wide(projection), _wide(state)),
-        *(first if layer.rounds else None, _wide(cells), gates, kept.inner, kept.squashed, outputs),
+        *(layer.offsets, in_steps[0], *weights, *biases, _wide(state)),
+        *(first if layer.rounds else None, _wide(cells), gates, kept.inner, outputs),
         *(states if layer.rounds else None, last, last_cells),
     )
     if outputs is None or layer.dtypes[0] is not torch.float32:
-        outputs = states[:, : call.outputs]
+        outputs = states[:, : call.hidden]
     if is_rnn:
         kept = kept._replace(gates=None)
     return kept, (outputs, last) if last_cells is None else (outputs, last, last_cells)
@@ -210,36 +202,35 @@ def _backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of all arguments that require one."""
-    inputs, input_weight, hidden_weight, _, _, projection, state, cells = tensors
+    inputs, input_weight, hidden_weight, _, _, state, cells = tensors
     call, rows = _sizes(layer, tensors), inputs.size(0)
     call.inputs = inputs.size(1)
     output_gradients, of_state, of_cells = [*gradients, None][:3]
     if output_gradients is not None:
         call.gradient_is_rounded = layer.rounds and output_gradients.dtype is torch.bfloat16
         output_gradients = output_gradients.contiguous() if call.gradient_is_rounded else _wide(output_gradients)
-    of_first = _copy(of_state, call.batch, call.outputs)
+    of_first = _copy(of_state, call.batch, call.hidden)
     of_first_cells = None if cells is None else _copy(of_cells, call.batch, call.hidden)
     # For a GRU, the C function writes one more block: the gradients for hidden states start with the new gate, and
     # those for inputs end with it.
     hidden, is_gru = call.hidden, layer.mode == GRU
     width = (GATES[layer.mode] + is_gru) * hidden
     of_gates, sums = layer.operands(rows, width), empty(width)
-    of_projected = None if projection is None else layer.operands(rows, call.outputs)
-    before = layer.operands(rows, call.outputs) if layer.is_packed else kept.before(layer, rows)
+    before = layer.operands(rows, call.hidden) if layer.is_packed else kept.before(layer, rows)
     in_c = not layer.rounds and not _has_policy()  # otherwise torch's operators may round
     products = [
         empty(*tensor.shape) if in_c and is_needed else None
         for tensor, is_needed in zip(tensors[:3], needs, strict=False)
     ]
-    states = kept.behind(layer, rows)
+    states = kept.after(layer, rows)
     _run(
         "backward",
         call,
         *(layer.offsets, *map(_wide, (inputs, input_weight) if in_c else (None, None))),
-        *map(_wide, (hidden_weight, projection, state)),
+        *map(_wide, (hidden_weight, state)),
         *(kept.first(layer, rows) if layer.rounds else None, _wide(cells), kept.gates, kept.inner),
         *((kept.outputs, states) if layer.rounds else (states, None)),
-        *(output_gradients, of_first, of_first_cells, of_gates, sums, of_projected, before, *products),
+        *(output_gradients, of_first, of_first_cells, of_gates, sums, before, *products),
     )
 
     def in_order(gradient: Tensor) -> Tensor:
@@ -261,11 +252,8 @@ def _backward(
         *products,
         of_input_bias.clone() if needs[3] else None,
         in_order(of_hidden_bias) if needs[4] else None,
-        None
-        if of_projected is None or kept.squashed is None or projection is None
-        else of_weight(of_projected[:, : call.outputs], kept.squashed, projection),
-        of_first if needs[6] else None,
-        of_first_cells if needs[7] else None,
+        of_first if needs[5] else None,
+        of_first_cells if needs[6] else None,
     )
 
 

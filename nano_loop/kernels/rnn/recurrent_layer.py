@@ -70,13 +70,11 @@ class Arguments(NamedTuple):
     inputs : torch.Tensor
         Of shape (rows, input size), with one row per time step and sequence.
     input_weight, hidden_weight : torch.Tensor
-        The weights, of shapes (gates · hidden, input size) and (gates · hidden, outputs).
+        The weights, of shapes (gates · hidden, input size) and (gates · hidden, hidden).
     input_bias, hidden_bias : torch.Tensor or None
         Of shape (gates · hidden,).
-    projection : torch.Tensor or None
-        The weight of a projection, of shape (outputs, hidden). Without one, there are as many outputs as hidden units.
     state : torch.Tensor
-        The initial hidden state, of shape (batch, outputs).
+        The initial hidden state, of shape (batch, hidden).
     cells : torch.Tensor or None
         The initial cells of an LSTM, of shape (batch, hidden).
     """
@@ -86,14 +84,13 @@ class Arguments(NamedTuple):
     hidden_weight: Tensor
     input_bias: Tensor | None
     hidden_bias: Tensor | None
-    projection: Tensor | None
     state: Tensor
     cells: Tensor | None
 
 
 def by_operators(layer: Recurrence, tensors: Arguments) -> tuple[Tensor, ...]:
     """Compute `recurrence` step by step with torch's operators, for tensors of one dtype."""
-    inputs, input_weight, hidden_weight, input_bias, hidden_bias, projection, state, cells = tensors
+    inputs, input_weight, hidden_weight, input_bias, hidden_bias, state, cells = tensors
     offsets = layer.offsets.tolist()
     steps = [*itertools.pairwise(offsets)]
     input_products, outputs = F.linear(inputs, input_weight, input_bias), {}
@@ -109,7 +106,6 @@ def by_operators(layer: Recurrence, tensors: Arguments) -> tuple[Tensor, ...]:
             i, f, g, o = (x + h).chunk(4, 1)
             now = f.sigmoid() * cells[:count] + i.sigmoid() * g.tanh()
             output = o.sigmoid() * now.tanh()
-            output = output if projection is None else F.linear(output, projection)
             cells = torch.cat([now, cells[count:]])
         else:
             output = (x + h).tanh() if layer.mode == TANH else (x + h).relu()

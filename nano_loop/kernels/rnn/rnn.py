@@ -1,7 +1,7 @@
 """torch's RNN, GRU and LSTM operators, computed layer by layer by `nano_loop.kernels.rnn.recurrence`.
 
 torch composes each time step of several operators, except for LSTMs with sequences of equal length, which oneDNN
-computes. For these, the faster algorithm is chosen.
+computes. For these, the faster algorithm is chosen. torch computes LSTMs with projections (``proj_size``).
 """
 
 from __future__ import annotations
@@ -86,14 +86,9 @@ class _Arguments:
         return _layer(self)
 
     @property
-    def is_projected(self) -> bool:
-        """Whether an LSTM projects its outputs."""
-        return self.states[0].size(-1) != self.states[-1].size(-1)
-
-    @property
-    def is_onednns(self) -> bool:
+    def uses_onednn(self) -> bool:
         """Whether torch uses oneDNN for the layers."""
-        return self.mode == LSTM and self.batch_sizes is None and not self.is_projected
+        return self.mode == LSTM and self.batch_sizes is None
 
     @property
     def multiplications(self) -> int:
@@ -106,14 +101,13 @@ class _Arguments:
     @property
     def layers(self) -> list[Arguments]:
         """The tensors of all directions of all layers, each with the operator's inputs."""
-        count = _MATRIX * (1 + self.has_biases) + self.is_projected
+        count = _MATRIX * (1 + self.has_biases)
         layers = []
         for at, states in enumerate(zip(*(state.unbind(0) for state in self.states), strict=True)):
-            input_weight, hidden_weight, *others = self.weights[at * count : (at + 1) * count]
-            input_bias, hidden_bias = others[:2] if self.has_biases else (None, None)
-            projection = others[-1] if self.is_projected else None
+            input_weight, hidden_weight, *biases = self.weights[at * count : (at + 1) * count]
+            input_bias, hidden_bias = biases or (None, None)
             cells = states[1] if self.mode == LSTM else None
-            weights = input_weight, hidden_weight, input_bias, hidden_bias, projection
+            weights = input_weight, hidden_weight, input_bias, hidden_bias
             layers.append(Arguments(self.inputs, *weights, states[0], cells))
         return layers
 
@@ -148,7 +142,7 @@ def _computed(of: Call) -> tuple[Tensor, ...] | None:
     call, layer = of.details, of.details.layer
     if layer is None:
         return None
-    if call.is_onednns:
+    if call.uses_onednn:
         if layer.in_bf16 and not layer.rounds:
             return None
         algorithms = {TORCH: _by_torch, COMPILED: _by_layers}
@@ -168,7 +162,7 @@ def _can_round(of: Call) -> bool:
     """Whether an fp32 LSTM can be computed in C from rounded factors."""
     layer = of.details.layer
     is_fp32 = layer is not None and not layer.in_bf16
-    return is_fp32 and of.details.is_onednns and product.KERNEL.unavailable is None
+    return is_fp32 and of.details.uses_onednn and product.KERNEL.unavailable is None
 
 
 def _rounded(of: Call) -> tuple[Tensor, ...]:
@@ -296,16 +290,16 @@ def _offsets_of(call: _Arguments) -> Tensor | None:
 
 
 def _are_shapes_right(call: _Arguments) -> bool:
-    """Whether the shapes are those of torch's modules, on which the C function relies."""
-    directions, (_, batch, outputs), hidden = 1 + call.bidirectional, call.states[0].shape, call.states[-1].size(-1)
+    """Whether the shapes are those of torch's modules without projections, on which the C function relies."""
+    directions, (_, batch, hidden) = 1 + call.bidirectional, call.states[0].shape
     count, gates = call.num_layers * directions, GATES[call.mode] * hidden
-    if any(state.shape[:-1] != (count, batch) for state in call.states) or not min(outputs, hidden):
+    if any(state.shape != (count, batch, hidden) for state in call.states) or not hidden:
         return False
     of_biases: list[Sequence[int]] = [(gates,)] * (2 * call.has_biases)
     shapes = []
     for at in range(count):
-        size = call.inputs.size(-1) if at < directions else outputs * directions
-        shapes += [(gates, size), (gates, outputs), *of_biases, *[(outputs, hidden)] * call.is_projected]
+        size = call.inputs.size(-1) if at < directions else hidden * directions
+        shapes += [(gates, size), (gates, hidden), *of_biases]
     return [weight.shape for weight in call.weights] == shapes
 
 
@@ -313,17 +307,16 @@ def _dtypes(call: _Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of outputs and cells: under autocast, those of torch's products and of their sums."""
     if not in_bf16:
         return torch.float32, torch.float32
-    if call.is_onednns:
+    if call.uses_onednn:
         return torch.bfloat16, torch.bfloat16
     of_state = torch.promote_types(call.states[-1].dtype, torch.bfloat16)
-    is_product = call.mode in (RELU, TANH) or call.is_projected
-    return (torch.bfloat16 if is_product else of_state), of_state
+    return (torch.bfloat16 if call.mode in (RELU, TANH) else of_state), of_state
 
 
 def is_large(call: _Arguments, steps: int) -> bool:
     """Whether a call is large enough to be faster in C."""
     hidden, batch = call.weights[1].numel(), call.states[0].size(1)
-    fewest = _FEWEST_BESIDE_ONEDNN if call.is_onednns else _FEWEST_STEPS[call.mode][not call.is_trained]
+    fewest = _FEWEST_BESIDE_ONEDNN if call.uses_onednn else _FEWEST_STEPS[call.mode][not call.is_trained]
     return steps >= fewest and (call.is_trained or batch > 1 or hidden <= _MOST_OF_ONE)
 
 

@@ -6,7 +6,6 @@ from torch import nn
 
 from nano_loop import TorchNano, accelerated
 from nano_loop.kernels import override
-from nano_loop.patching.deterministic_mode import may_depend_on_times
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.patch_table import users
 from nano_loop.steps.kernel_step import LOOKS_FROM
@@ -62,24 +61,6 @@ def test_kernels_in_fp32_are_torchs_again_where_no_tensor_is_large(rows, status)
     assert in_force == ([1] * LOOKS_FROM + [int(status == "applied")]) * 2
     assert loop.report["fast_norm"].status == status
     assert loop.report["fast_norm"].code == (None if status == "applied" else "too_small")
-
-
-@pytest.mark.usefixtures("compiled_first")
-@pytest.mark.skipif(not gives_kernels(), reason="torch 2.8 does not say which kernel an operator has")
-def test_deterministic_mode_brings_back_kernels_that_measured_times_have_taken_out(called, monkeypatch, deterministic):
-    # As if all choices had been measured.
-    monkeypatch.setattr(override.Override, "_is_chosen", lambda *_: not may_depend_on_times())
-    model, in_force = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)), []
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with accelerated(model, optimizer, verbose=False, tune_operators=False):
-        for step in range(LOOKS_FROM + 2):
-            if step == LOOKS_FROM + 1:
-                deterministic()
-            in_force.append((users(("native_layer_norm", "CPU")), bool(called)))
-            model(torch.randn(2048, 256)).square().sum().backward()
-            optimizer.step()
-    assert in_force == [(1, False)] * LOOKS_FROM + [(0, False), (1, False)]
-    assert called
 
 
 @pytest.mark.usefixtures("compiled_first")
