@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
     if name == "optim":
         return _imported("optim")
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise _imported("config.leftovers").no_attribute(__name__, name)
     value = getattr(_imported(_HOMES[name]), name)
     globals()[name] = value
     return value

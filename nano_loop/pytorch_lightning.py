@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from nano_loop.config.leftovers import no_attribute
 from nano_loop.integrations.lightning.compiled import CompiledMixin
 from nano_loop.integrations.lightning.strategy import NanoStrategyMixin, lightning_is_missing, register
 from nano_loop.integrations.lightning.trainer import NanoTrainerMixin
@@ -34,3 +37,7 @@ class Trainer(NanoTrainerMixin, pl.Trainer):  # type: ignore[misc, unused-ignore
 
 NanoStrategy.__doc__, Trainer.__doc__ = NanoStrategyMixin.__doc__, NanoTrainerMixin.__doc__  # for `help`
 strategy = register(NanoStrategy, StrategyRegistry)
+
+
+def __getattr__(name: str) -> Any:
+    raise no_attribute(__name__, name)

@@ -8,7 +8,7 @@ import shlex
 import click
 
 from nano_loop.cli import as_text
-from nano_loop.cli.script import preload_options
+from nano_loop.cli.script import NanoCommand, preload_options
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
 from nano_loop.config.environment import EXPORTS
 from nano_loop.cpu import read_machine
@@ -22,7 +22,7 @@ Examples:
 """
 
 
-@click.command(epilog=_EXAMPLES)
+@click.command(cls=NanoCommand, epilog=_EXAMPLES)
 @click.option("--undo", "-u", is_flag=True, help="Print the lines that restore the previous values.")
 @click.option("--install", is_flag=True, help="Accelerate training in each Python started from the shell.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from nano_loop.errors import NanoError, error_message, quoted
+from nano_loop.config.leftovers import REMOVED_OTHERS
+from nano_loop.errors import NanoConfigError, NanoError, error_message, quoted
 
 _BAD_INPUT = 2
 _INTERRUPTED = 130  # the exit code of shells for Ctrl-C
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    if arguments[0] == "doctor" and any(argument.partition("=")[0] == "--torch" for argument in arguments):
+        raise NanoConfigError(error_message("--torch", *REMOVED_OTHERS["doctor --torch"]))
     if importlib.util.find_spec("click") is None:
         if arguments[0] == "doctor":
             return _doctor(arguments[1:])

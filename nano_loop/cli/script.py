@@ -20,6 +20,7 @@ from nano_loop.cli.at_start import search_path
 from nano_loop.config import option_checks as checks
 from nano_loop.config.declarations import CHECKS, DECLARED, DEFAULTS
 from nano_loop.config.environment import may_be, variable_of
+from nano_loop.config.leftovers import REMOVED, REMOVED_OTHERS
 from nano_loop.config.options import Options
 from nano_loop.config.protocol import COMMAND, INSTALL, Command
 from nano_loop.cpu.process import end_with
@@ -68,7 +69,22 @@ class NanoOption(click.Option):
         return (f"--[no-]{flag[2:]}" if flag in _SWITCHES else f"{flag} VALUE"), text
 
 
-class ScriptCommand(click.Command):
+class NanoCommand(click.Command):
+    """A command that tells the user what to do about a removed flag."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            option = error.option_name.removeprefix("--").removeprefix("no-").replace("-", "_")
+            removed = REMOVED.get(option) or REMOVED_OTHERS.get(f"{self.name} {error.option_name}")
+            if removed is None:
+                raise
+            raise NanoConfigError(error_message(error.option_name, *removed)) from None
+
+
+class ScriptCommand(NanoCommand):
     """A command that runs a script. Its help shows nano_loop's options in groups, after those of the command."""
 
     allow_interspersed_args = False

@@ -125,7 +125,8 @@ def read_options(
     known, unknown = {}, {}
     ours = (name for name in environ if name.upper().startswith(_PREFIX))
     for name in sorted(name for name in ours if name not in (KERNELS, EXPORTS, COMMAND, INSTALL)):
-        value = quoted(environ[name])
+        # Messages never show the secret of an older version.
+        value = "..." if "SECRET" in name.upper() else quoted(environ[name])
         if name in variables:
             option = variables[name]
             known[option] = (f"{named(option)}={value}", _read(environ[name].strip(), checks[option]))

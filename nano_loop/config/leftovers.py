@@ -1,8 +1,10 @@
-"""Unsupported names: arguments of BigDL-Nano and LightningLite, and the names of options in other trainers."""
+"""Unsupported names: arguments of BigDL-Nano and LightningLite, removed options, and names of other trainers."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+from nano_loop.errors import error_message
 
 
 class Leftover(NamedTuple):
@@ -26,6 +28,43 @@ LEFTOVERS = {
     "num_nodes": Leftover((None, 1), "several hosts need Ray, torchrun, srun or mpirun", "Omit it"),
     "plugins": Leftover((None, [], ()), "nano_loop has no plugins", "Omit it"),
 }
+
+#: Options that earlier commits had: the last two parts of the message.
+REMOVED = {
+    "loader_workers": ("it was removed: use `DataLoader(..., num_workers=2)`", "Omit it"),
+    "fast_lstm": ("it was removed, and `fast_rnn` also covers LSTMs", "Omit it"),
+    "fast_chains": ("it was removed, and layers are computed one by one", "Omit it"),
+    "gradient_compression": ("it was removed, and gradients are sent in their own dtype", "Omit it"),
+    "sync_buffers": ("it was removed, and at the end buffers are those of process 0", "Omit it"),
+    "tune": ("it was removed: `nano-loop tune train.py` prints the options to write", "Omit it"),
+}
+
+_PLUGIN = (
+    "the plugin was removed, and runs of nano_loop round products",
+    "Write Trainer(precision='bf16-products') or NanoStrategy(precision='bf16-products'), and in Fabric's place "
+    "nano_loop.TorchNano(precision='bf16-products')",
+)
+_TUNE = ("it was removed", "Run nano-loop tune train.py, which prints the options to write")
+#: Other names that earlier commits had, in the same format: variables, flags of commands, and names of modules.
+REMOVED_OTHERS = {
+    "NANO_LOOP_SECRET": (
+        "it was removed: ranks pickle values as torch.distributed does, and only the cluster's network protects them",
+        "Unset it, and block all hosts except your own from the ranks' ports, as by a private network or a VPN",
+    ),
+    "doctor --torch": ("it was removed", "Run python -m torch.utils.collect_env for torch's version and build"),
+    "env --shell": ("it was removed: the lines are for POSIX shells", "Omit it, or write nano-loop run"),
+    "tune --again": ("it was removed: each search measures again", "Omit it"),
+    **{f"nano_loop.{name}": _TUNE for name in ("tune", "Tuning")},
+    **{f"nano_loop.lightning.{name}": _PLUGIN for name in ("precision", "ProductsPrecision")},
+    **{f"nano_loop.pytorch_lightning.{name}": _PLUGIN for name in ("precision", "ProductsPrecision")},
+}
+
+
+def no_attribute(module: str, name: str) -> AttributeError:
+    """Return the error for a name that a public module does not have or has lost."""
+    got, removed = f"module {module!r} has no attribute {name!r}", REMOVED_OTHERS.get(f"{module}.{name}")
+    return AttributeError(got if removed is None else error_message(got, *removed))
+
 
 #: The options by their names in other trainers. Misspelled options need no entry.
 NAMES_ELSEWHERE = {

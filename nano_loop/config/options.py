@@ -14,7 +14,7 @@ from typing import Any
 
 from nano_loop.config.declarations import CHECKS, DEFAULTS, EXACT, MEASURING, NEEDS, OPTIONS, Declarations
 from nano_loop.config.environment import kernels_choice, option_of, read_options, variable_of
-from nano_loop.config.leftovers import LEFTOVERS, NAMES_ELSEWHERE
+from nano_loop.config.leftovers import LEFTOVERS, NAMES_ELSEWHERE, REMOVED, REMOVED_OTHERS
 from nano_loop.config.option_checks import RefusedValueError, contradictions
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
 from nano_loop.errors import NanoConfigError, error_message, shown
@@ -210,6 +210,8 @@ def _inexact(values: Mapping[str, Any], as_written: Mapping[str, str]) -> Iterat
 
 def _unknown(name: str, got: str, known: Sequence[str]) -> str:
     """Return the message about an argument or a variable that is not an option, with the closest known name."""
+    if (removed := REMOVED_OTHERS.get(name) or REMOVED.get(option_of(name))) is not None:
+        return error_message(got, *removed)
     if name in LEFTOVERS:
         return error_message(got, LEFTOVERS[name].expected, LEFTOVERS[name].hint)
     if name in NAMES_ELSEWHERE:

@@ -17,6 +17,7 @@ REFUSED = [
     (["doctor", "frob"], ["frob"]),
     (["env", "--jemalloc", "--tcmalloc"], ["a process has one allocator"]),
     (["env", "--undo", "--jemalloc"], ["--undo restores everything"]),
+    (["env", "--shell", "fish"], ["--shell: it was removed: the lines are for POSIX shells. Omit it"]),
     (["run", "no_such_script.py"], ["no_such_script.py: there is no such file. Check the path of the script"]),
     (["run", "--precison", "bf16"], ["No such option '--precison'", "--precision", "`nano-loop run --help`"]),
     (["run", "--precision", "fp8", "train.py"], ['--precision=fp8: it must be 32, 64, 16, "bf16"']),

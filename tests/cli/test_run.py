@@ -16,6 +16,7 @@ from nano_loop.cli.script import flag_of
 from nano_loop.config import option_checks as checks
 from nano_loop.config.declarations import CHECKS
 from nano_loop.config.environment import EXPORTS, may_be
+from nano_loop.config.leftovers import REMOVED, REMOVED_OTHERS
 from nano_loop.config.options import Options
 from nano_loop.config.protocol import INSTALL
 from nano_loop.cpu import read_machine
@@ -133,6 +134,34 @@ def test_what_follows_a_switch_is_never_its_value_and_what_follows_the_script_is
 def test_command_line_overrides_the_environment(script):
     path = script("import os; print(os.environ['NANO_LOOP_PRECISION'])")
     assert ran("--precision", "bf16", path, NANO_LOOP_PRECISION="32")[:2] == (0, "bf16\n")
+
+
+# --- removed options ---
+
+
+@pytest.mark.parametrize("command", ["run", "tune", "profile"])
+@pytest.mark.parametrize("name", REMOVED)
+def test_removed_option_says_so_and_its_advice_works(command, name, capsys):
+    flag = flag_of(name)
+    for given in (flag, f"{flag}=1", f"--no-{flag[2:]}"):
+        assert main([command, given, __file__]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith(f"nano-loop: {given.removesuffix('=1')}: it was removed")
+        assert err.endswith(". Omit it.\n")
+    assert main(["run", "--json", __file__]) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in REMOVED_OTHERS if " --" in name])
+def test_removed_flag_says_so_for_its_command_alone(name, capsys):
+    command, flag = name.split()
+    for given in ([flag], [f"{flag}=1"], [flag, "1"]):
+        assert main([command, *given]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith(f"nano-loop: {flag}: it was removed")
+    assert main(["profile", flag, __file__]) == 2
+    assert "No such option" in capsys.readouterr().err
 
 
 # --- a training ---

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from option_values import ALLOWED, REFUSED, SPELLINGS, TEXTS, Colour
 
-from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, nano
+import nano_loop
+from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, accelerated, nano
 from nano_loop.config.declarations import CHECKS, EXACT, OPTIONS
-from nano_loop.config.environment import kernels_choice
+from nano_loop.config.environment import kernels_choice, variable_of
+from nano_loop.config.leftovers import REMOVED
 from nano_loop.config.options import Options
 from nano_loop.errors import shown
 
@@ -276,6 +278,34 @@ def test_what_lightning_lite_also_took_is_tolerated_where_it_asks_for_nothing(ca
         assert "allocator" not in message
 
 
+def in_a_block(**options):
+    with accelerated(torch.nn.Linear(1, 1), verbose=False, **options):
+        pass
+
+
+def installed(**options):
+    nano_loop.install(verbose=False, **options)
+    nano_loop.uninstall()
+
+
+@pytest.mark.parametrize("call", [TorchNano, nano, in_a_block, installed])
+@pytest.mark.parametrize("name", REMOVED)
+def test_removed_option_says_so_and_its_advice_works(call, name, monkeypatch):
+    variables = [variable_of(name), variable_of(name).lower()]
+    for value in (True, False, "auto"):
+        assert_tells_of_removal(refusal(call, **{name: value}), f"{name}={value!r}")
+    for variable in variables:
+        monkeypatch.setenv(variable, "0")
+        assert_tells_of_removal(refusal(call), f"{variable}=0")
+        monkeypatch.delenv(variable)
+    call()
+
+
+def assert_tells_of_removal(message, got):
+    assert message.startswith(f"{got}: it was removed")
+    assert message.endswith(". Omit it.")
+
+
 # --- any argument at all ---
 
 
@@ -332,7 +362,7 @@ def exception_of(call, arguments):
     return None
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *LEFTOVERS, "no_such_option"])
+@pytest.mark.parametrize("name", [*OPTIONS, *LEFTOVERS, *REMOVED, "no_such_option"])
 def test_odd_value_meets_no_other_exception(name):
     met = {f"{place}, a {type(value)}": exception_of(nano, {name: value}) for place, value in enumerate(ODD)}
     assert {value: error for value, error in met.items() if error} == {}
@@ -388,6 +418,15 @@ def test_variable_in_other_letters_is_read_or_told(variable):
     except NanoConfigError as error:
         read = str(error)
     assert variable in read or "precision='bf16-mixed'" in read
+
+
+@pytest.mark.parametrize("call", [TorchNano, nano, in_a_block, installed])
+def test_secret_of_a_launch_was_removed_and_is_in_no_message(call, monkeypatch):
+    monkeypatch.setenv("NANO_LOOP_SECRET", "0123456789abcdef" * 2)
+    message = refusal(call)
+    assert message.startswith("NANO_LOOP_SECRET=...: it was removed")
+    assert "network protects them. Unset it" in message
+    assert "0123456789abcdef" not in message
 
 
 @pytest.mark.parametrize("text", ["v3", "v4", " BF16 ", "compile", "off", ""])

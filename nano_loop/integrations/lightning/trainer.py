@@ -11,6 +11,7 @@ from torch import nn
 
 from nano_loop.config.declarations import CHECKS, OPTIONS
 from nano_loop.config.environment import read_options
+from nano_loop.config.leftovers import REMOVED
 from nano_loop.distributed.launch_external.environment import found_launch, local_size
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message, shown
 from nano_loop.integrations.lightning.compiled import refuse_compiled_twice
@@ -19,7 +20,7 @@ from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.settings import OptionAttributes, Settings
 
 #: Options that the strategy accepts or refuses.
-_OPTIONS = {*OPTIONS} - {"num_processes", "precision"}
+_OPTIONS = {*OPTIONS, *REMOVED} - {"num_processes", "precision"}
 _PRECISIONS = {"32": "32-true", "32-true": "32-true", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed"}
 #: Arguments that the Trainer refuses, with the reason and a hint.
 _REFUSED = {

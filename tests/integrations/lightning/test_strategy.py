@@ -21,6 +21,7 @@ from integrations.lightning.lightning_modules import (
 pl = imported("lightning.pytorch")
 
 from nano_loop import NanoConfigError, lightning  # noqa: E402
+from nano_loop.config.leftovers import REMOVED_OTHERS  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), *ADVICE]
 ONE = {**PLAIN, "devices": 1}
@@ -95,3 +96,14 @@ def test_checkpoint_io_of_the_trainer_is_that_of_the_strategy():
         {"strategy": lightning.NanoStrategy(checkpoint_io=io)},
     ):
         assert pl.Trainer(**QUIET, **ONE, **settings).strategy.checkpoint_io is io
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_removed_plugin_is_an_attribute_error_that_says_what_to_write(package):
+    module = ours(package)
+    names = [path.rpartition(".")[2] for path in REMOVED_OTHERS if path.startswith(f"{module.__name__}.")]
+    assert {*names} >= {"precision", "ProductsPrecision"}
+    for name in names:
+        with pytest.raises(AttributeError, match=r"was removed.*NanoStrategy\(precision='bf16-products'\).*TorchNano"):
+            getattr(module, name)
+    assert not hasattr(module, "Precision")

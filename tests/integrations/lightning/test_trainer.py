@@ -22,6 +22,7 @@ from torch import nn
 pl = imported("lightning.pytorch")
 
 from nano_loop import NanoConfigError  # noqa: E402
+from nano_loop.config.leftovers import REMOVED  # noqa: E402
 from nano_loop.lightning import NanoStrategy, Trainer  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), *ADVICE]
@@ -39,6 +40,7 @@ Regression = module_class(pl)
         ({"num_processes": 2, "devices": 3}, "both are the number of processes"),
         ({"num_processes": "auto", "split_batches": True}, "nano-loop tune does not vary"),
         ({"channels_last": 3}, "channels_last=3"),
+        *(({name: True}, f"{name}=True: it was removed.*Omit it") for name in REMOVED),
         ({"num_processes": 0}, "num_processes=0"),
         ({"verify": True}, r"verify=True.*Call nano_loop.verify"),
     ],
