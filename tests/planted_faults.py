@@ -123,8 +123,8 @@ FAULTS = (
     ),
     Fault(
         "kernels/embedding.py",
-        "indices.to(torch.int64), ctx.padding",
-        "indices.to(torch.int64), -1",
+        "indices.to(torch.int64), None, ctx.padding",
+        "indices.to(torch.int64), None, -1",
         "tests/loops/test_changes.py",
     ),
     Fault(

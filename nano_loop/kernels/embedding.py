@@ -31,10 +31,12 @@ from nano_loop.patching.calls.entry import is_exporting
 from nano_loop.patching.operators import Kernel
 from nano_loop.patching.patch_table import process_wide, shared_change
 from nano_loop.patching.torch_private import (
+    BAGS_KERNEL,
     address_of,
     has_lone_storage,
     is_unwritten,
     shared_until_written,
+    sums_of_bags,
 )
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 
@@ -42,7 +44,7 @@ _INT32 = Pointer((torch.int32,))
 KERNEL = CompiledKernel(
     "rows",
     {
-        "sum_rows": (FP32, INT64, FP32, BYTES, INT64, _INT32, _INT32),
+        "sum_rows": (FP32, INT64, INT64, FP32, BYTES, INT64, _INT32, _INT32),
         "clear_rows": (FP32, BYTES, INT64),
         "mark_states": (FP32, FP32, BYTES),
         "adam_rows": (FP32, FP32, FP32, FP32, BYTES),
@@ -62,12 +64,15 @@ class Lookups(NamedTuple):
         The gradient of the looked-up rows, of shape (..., width).
     indices : torch.Tensor
         The indices of the rows, in int64.
+    sources : torch.Tensor or None
+        The rows of `gradient` that correspond to the indices, in int64. None: they are in the same order.
     padding : int
         The index of the row without a gradient, or -1.
     """
 
     gradient: Tensor
     indices: Tensor
+    sources: Tensor | None
     padding: int
 
 
@@ -208,7 +213,7 @@ class RowGradient:
             "sum_rows",
             part.gradient.contiguous(),
             part.indices.contiguous(),
-            *(sums, self.marks, self._listed, self._last),
+            *(part.sources, sums, self.marks, self._listed, self._last),
             empty(2 * count, dtype=torch.int32),
             *(count, self._length, width, part.padding),
         )
@@ -216,7 +221,8 @@ class RowGradient:
     def _differentiable(self, lookups: Sequence[Lookups]) -> Tensor:
         """Return the gradient by torch operators, which are differentiable."""
         gradients = []
-        for rows, indices, padding in lookups:
+        for part, indices, sources, padding in lookups:
+            rows = part if sources is None else part.index_select(0, sources)
             arguments = (rows.reshape(*indices.shape, -1), indices, self.shape[0], padding, False)
             gradients.append(torch.ops.aten.embedding_dense_backward(*arguments))
         gradient: Tensor = functools.reduce(torch.add, gradients)
@@ -279,6 +285,7 @@ def _shares(tensor: Tensor, raw: Tensor) -> bool:
 
 #: Minimum number of elements in a table. torch zero-fills a smaller one in the time of the Python overhead.
 MIN_ELEMENTS = 1 << 18
+_SUM = 0  # torch's enum value of the mode
 
 
 def _embedding(
@@ -289,10 +296,29 @@ def _embedding(
     return Call("embedding", (weight,), (indices, padding))
 
 
-def _by_rows(call: Call) -> Any:
+def _embedding_bag(
+    kernel: Kernel,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    by_frequency: bool = False,
+    mode: int = _SUM,
+    sparse: bool = False,
+    sample_weights: Tensor | None = None,
+    with_last_offset: bool = False,
+    padding: int = -1,
+) -> Call | None:
+    is_simple = not by_frequency and mode == _SUM and not sparse and sample_weights is None
+    if not (is_simple and _is_supported(weight, indices)):
+        return None
+    arguments = (indices, offsets, by_frequency, mode, sparse, sample_weights, with_last_offset, padding)
+    return Call("embedding_bag", (weight,), arguments)
+
+
+def _by_rows(function: type[torch.autograd.Function], call: Call) -> Any:
     (weight,) = call.tensors
     rows = tracked(weight)
-    return _Rows.apply(rows.root(weight), rows, weight.detach(), *call.numbers)  # type: ignore[no-untyped-call]
+    return function.apply(rows.root(weight), rows, weight.detach(), *call.numbers)  # type: ignore[no-untyped-call]
 
 
 def _is_supported(weight: Tensor, indices: Tensor) -> TypeGuard[nn.Parameter]:
@@ -325,9 +351,39 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, ...]:
         if gradient is not None:
             (indices,) = ctx.saved_tensors
-            ctx.rows.add(Lookups(gradient, indices.to(torch.int64), ctx.padding))
+            ctx.rows.add(Lookups(gradient, indices.to(torch.int64), None, ctx.padding))
         return (None,) * 5
 
 
-_ALGORITHM = Algorithm("rows", _by_rows, override.FP32, kernel=KERNEL.name, is_raced=False)
-OVERRIDES = (Override("embedding", (_ALGORITHM,), _embedding, dispatch_key="AutogradCPU"),)
+class _Bags(torch.autograd.Function):
+    """Computes ``aten::_embedding_bag`` for sums."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, rows: RowGradient, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        indices, offsets, *_, padding = arguments
+        bags, *others = sums_of_bags(weight, *arguments)
+        ctx.root, ctx.rows, ctx.padding = root, rows, padding
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(indices, offsets)
+        ctx.mark_non_differentiable(*others)
+        return bags, *others
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[None, ...]:
+        if gradient is not None:
+            indices, offsets = (tensor.to(torch.int64) for tensor in ctx.saved_tensors)
+            places = torch.arange(len(indices), dtype=torch.int64, device="cpu")
+            sources = torch.searchsorted(offsets, places, right=True) - 1
+            ctx.rows.add(Lookups(gradient, indices, sources, ctx.padding))
+        return (None,) * len(ctx.needs_input_grad)
+
+
+OVERRIDES = tuple(
+    Override(
+        operator,
+        (Algorithm("rows", functools.partial(_by_rows, function), override.FP32, kernel=KERNEL.name, is_raced=False),),
+        supports,
+        dispatch_key="AutogradCPU",
+    )
+    for operator, function, supports in (("embedding", _Rows, _embedding), (BAGS_KERNEL, _Bags, _embedding_bag))
+)

@@ -32,8 +32,9 @@ def is_older_than(major: int, minor: int) -> bool:
 #: Called by `functional.cross_entropy` and `functional.nll_loss`, even if a script imported them by name.
 ROW_LOSSES = (torch._C._nn, ("cross_entropy_loss", "nll_loss_nd"))
 
-#: The operator of block-wise attention on the CPU, which has no public name.
+#: Operators without public names: block-wise attention on the CPU, and embedding bags with a gradient.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+BAGS_KERNEL = "_embedding_bag"
 
 
 #: A module's hooks and compiled call, read by one call because each module call checks them.
@@ -222,6 +223,12 @@ def is_loss(module: nn.Module) -> bool:
 def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
     """Return the softmax over the last dimension, as in torch's attention: 0 where all are -inf."""
     return torch.ops.aten._safe_softmax(scores, -1)  # type: ignore[no-any-return]
+
+
+def sums_of_bags(weight: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    """Call ``aten::_embedding_bag``, the operator of `torch.nn.functional.embedding_bag` with a gradient."""
+    results: tuple[torch.Tensor, ...] = torch.ops.aten._embedding_bag(weight, *args)
+    return results
 
 
 def destroy_library(library: torch.library.Library) -> None:

@@ -28,7 +28,7 @@ _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "ein
 #: The functions of nano_loop that are not operators, by their names in a trace, without the suffix "Backward".
 FUNCTIONS = {
     **dict.fromkeys(("_RecurrentLayer", "_Chunked", "_Placed", "_Materialized"), PRODUCTS),
-    **dict.fromkeys(("_Losses", "_Means", "_RmsNorm", "_Rows"), ELEMENTWISE),
+    **dict.fromkeys(("_Losses", "_Means", "_RmsNorm", "_Rows", "_Bags"), ELEMENTWISE),
 }
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
 

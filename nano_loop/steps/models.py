@@ -42,7 +42,7 @@ has_convolutions = calling(
 )
 has_recurrent_layers = calling(modules=(nn.RNN, nn.GRU, nn.LSTM))
 _calls_attention = calling("scaled_dot_product_attention", "multi_head_attention_forward")
-_looks_up = calling("embedding", modules=(nn.Embedding,))
+_looks_up = calling("embedding", "embedding_bag", modules=(nn.Embedding, nn.EmbeddingBag))
 
 
 def has_attention(model: nn.Module) -> bool:

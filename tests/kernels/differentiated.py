@@ -132,9 +132,15 @@ def attending(dimensions=4, size=16, **settings):
     return lambda: Layer(function, Attention(size, size))
 
 
-def looking_up():
+def looking_up(kind, **settings):
     indices = torch.tensor([[0, 3], [5, 3]])
-    return Layer(lambda x, table: table(indices).flatten()[:6] * x, nn.Embedding(512, 6))
+
+    def function(x, table):
+        if kind is nn.EmbeddingBag and x.dtype is torch.float64:  # torch has no second derivative for it
+            return F.embedding(indices, table.weight).sum(1).flatten()[:6] * x
+        return table(indices).flatten()[:6] * x
+
+    return lambda: Layer(function, kind(512, 6, **settings))
 
 
 def loss_of(dtype=None, smoothing=0.1):
@@ -274,7 +280,8 @@ ROWS = {
     ),
     "attention, rounded": ROUNDING(attending(size=32), LARGE_HEADS, calls="attention_backward"),
     "attention with a dropout, rounded": ROUNDING(attending(size=32, dropout_p=0.3), LARGE_HEADS, calls="product"),
-    "lookups": Row(looking_up, (6,), ("embedding._Rows", "embedding._Root"), ("embedding",), "sum_rows"),
+    "lookups": Row(looking_up(nn.Embedding), (6,), ("embedding._Rows", "embedding._Root"), ("embedding",), "sum_rows"),
+    "bags": Row(looking_up(nn.EmbeddingBag, mode="sum"), (6,), ("embedding._Bags",), ("_embedding_bag",), "sum_rows"),
     "means over pixels": Row(
         lambda: Layer(pooled, nn.Conv2d(16, 16, 1)),
         (4, 16, 6, 5),

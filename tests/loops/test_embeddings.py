@@ -43,6 +43,18 @@ class Pairs(nn.Module):
         return ((item - other) * (user + self.bias)).sum(1)
 
 
+class Bags(nn.Module):
+    """Sums or means of bags of words, in the forms that torch accepts: of equal sizes, and by offsets."""
+
+    def __init__(self, mode, **options):
+        super().__init__()
+        self.table = nn.EmbeddingBag(ROWS, 16, mode=mode, **options)
+
+    def forward(self, words):
+        offsets = torch.tensor([0, 3, 3, 8])
+        return self.table(words).sum(1).mean() + self.table(words.flatten(), offsets)[1:].square().mean()
+
+
 class Tied(nn.Module):
     """A table whose weight is also the matrix of the last layer."""
 
@@ -83,6 +95,8 @@ MODELS = {
     "in place": InPlace,
     "rows of 10": lambda: Pairs(10),
     "rows of 3": lambda: Pairs(3),
+    "sums of bags": lambda: Bags("sum", padding_idx=5),
+    "means of bags": lambda: Bags("mean"),
     "tied": Tied,
     "by function": ByFunction,
     "by frequency": lambda: nn.Embedding(ROWS, 16, scale_grad_by_freq=True),
@@ -293,7 +307,7 @@ def test_optimizers_step_rows_to_the_bit(model, optimizer):
 @pytest.mark.parametrize("model", MODELS)
 def test_models_have_torchs_gradients(model):
     taken = assert_equal(MODELS[model], OPTIMIZERS["Adam"], plainly)
-    assert bool(taken) == (model not in ("tied", "by frequency"))
+    assert bool(taken) == (model not in ("tied", "means of bags", "by frequency"))
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "momentum", "Adagrad"])

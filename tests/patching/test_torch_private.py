@@ -67,7 +67,7 @@ def compiled():
 
 #: A query, a function that makes its argument, and the answer.
 ANSWERS = [
-    *((private.is_operator, name, True) for name in (private.FLASH_KERNEL, "softmax.int")),
+    *((private.is_operator, name, True) for name in (private.FLASH_KERNEL, private.BAGS_KERNEL, "softmax.int")),
     (private.is_operator, "softmax.integer", False),
     *((private.is_loss, loss, True) for loss in (nn.CrossEntropyLoss, nn.MSELoss, nn.TripletMarginLoss)),
     (private.is_loss, nn.ReLU, False),

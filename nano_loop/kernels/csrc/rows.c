@@ -5,7 +5,7 @@
    changes no row without a mark, and reads no gradient of a row that is not in it.
 
    Sums are in torch's order, and the rules match torch's fused kernels bit for bit: a product is rounded before it is
-   added, except in `fmadd`. */
+   added, except in `fmadd`. `nano_loop.optimizers.row_steps` compares the two once per process. */
 #pragma GCC optimize("fp-contract=off")
 #include <stddef.h>
 
@@ -19,11 +19,11 @@
 #define ROWS 256 /* rows that a thread updates at a time */
 
 /* Adds the gradients of `count` lookups to the rows of a table, and adds new rows to the list of rows in the gradient.
-   Returns the length of the list. `last` must be -1 for each row of the table; `following` needs space for two values
-   per lookup. */
-int sum_rows(const float *gradients, const int64_t *indices, float *table, uint8_t *marks, int64_t *listed,
-             int32_t *last, int32_t *following, int64_t count, int64_t length, int64_t width, int64_t padding,
-             int threads) {
+   Returns the length of the list. `sources` are the rows of the lookups' gradients, or NULL. `last` must be -1 for each
+   row of the table; `following` needs space for two values per lookup. */
+int sum_rows(const float *gradients, const int64_t *indices, const int64_t *sources, float *table,
+             uint8_t *marks, int64_t *listed, int32_t *last, int32_t *following, int64_t count, int64_t length,
+             int64_t width, int64_t padding, int threads) {
     int32_t *firsts = following + count;
     int64_t distinct = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -47,7 +47,7 @@ int sum_rows(const float *gradients, const int64_t *indices, float *table, uint8
             float sums[CHUNK] = {0};
             int64_t size = width - start < CHUNK ? width - start : CHUNK;
             for (int64_t at = firsts[i]; at >= 0; at = following[at]) {
-                const float *gradient = gradients + at * width + start;
+                const float *gradient = gradients + (sources ? sources[at] : at) * width + start;
 #pragma omp simd
                 for (int64_t k = 0; k < size; k++) sums[k] += gradient[k];
             }

@@ -32,7 +32,7 @@ CALLING = {
         type("Net", (nn.Module,), {"forward": lambda self, x: F.dropout(x, 0.1, self.training)})(),
         type("Net", (nn.Module,), {"forward": lambda self, x: x * torch.empty_like(x).bernoulli_(0.5)})(),
     ],
-    BY_NAME["fast_embedding"]: [nn.Embedding(512, 512)],
+    BY_NAME["fast_embedding"]: [nn.Embedding(512, 512), nn.EmbeddingBag(512, 512)],
     BY_NAME["fast_linear"]: [nn.Linear(512, 256)],
     BY_NAME["fast_norm"]: [
         *(nn.BatchNorm1d(2), nn.LazyBatchNorm2d(), nn.InstanceNorm2d(2)),
