@@ -106,14 +106,14 @@ FILES_THAT_MAY_IMPORT = {
 # The line budgets of the package's folders (Python, C and headers, as counted by `wc -l`) and of the top-level modules.
 # A budget is raised in a separate commit, which states what mechanism was replaced, and by how much.
 BUDGETS = {
-    "": 425,
+    "": 450,
     "api": 1_325,
-    "cli": 2_300,  # 2_100 is the goal
+    "cli": 2_325,  # 2_100 is the goal
     "integrations": 1_500,
     "runtime": 2_550,  # 1_700 is the goal
     "steps": 4_400,  # 3_300 is the goal
     "policy": 150,
-    "kernels": 12_075,  # 9_600 is the goal
+    "kernels": 12_125,  # 9_600 is the goal
     "autotune": 700,
     "optimizers": 1_075,  # 600 is the goal
     "patching": 3_250,  # 2_950 is the goal
@@ -121,7 +121,7 @@ BUDGETS = {
     "data": 1_375,
     "distributed": 14_000,  # 9_800 is the goal
     "profiling": 350,  # 300 is the goal
-    "config": 1_475,  # 1_300 is the goal
+    "config": 1_500,  # 1_300 is the goal
     "cpu": 1_250,
     "storage": 400,  # 350 is the goal
 }
