@@ -201,6 +201,24 @@ FAULTS = (
         "tests/distributed/shared_memory/test_shared_channel.py",
     ),
     Fault(
+        "distributed/data_parallel/sample_weights.py",
+        "if are_equal and not new:",
+        "if not new:",
+        "tests/distributed/data_parallel/test_sample_weights.py",
+    ),
+    Fault(
+        "distributed/data_parallel/sample_weights.py",
+        "if are_equal and not new:",
+        "if are_equal:",
+        "tests/distributed/data_parallel/test_sample_weights.py",
+    ),
+    Fault(
+        "kernels/head/functions.py",
+        "kind, before = LogLikelihood, before.before",
+        "before = before.before",
+        "tests/kernels/test_head.py",
+    ),
+    Fault(
         "distributed/data_parallel/agreement.py",
         "        if any(norm for _, norm in gradients):",
         "        if True:",
@@ -526,8 +544,14 @@ FAULTS = (
     ),
     Fault(
         "precision/autocast/output_activations.py",
-        "return noted if connected and noted.still_holds() else None",
-        "return noted if connected else None",
+        "connected and noted.still_holds() and",
+        "connected and",
+        "tests/precision/test_output_activations.py",
+    ),
+    Fault(
+        "precision/autocast/output_activations.py",
+        " and not is_seen_by_program(tensor, noted.result)",
+        "",
         "tests/precision/test_output_activations.py",
     ),
     Fault(
