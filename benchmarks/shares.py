@@ -9,8 +9,10 @@ Of a batch of B samples and N ranks, each rank computes B / N, updates all weigh
   takes longer than that (`benchmarks.averaging`).
 - memory is the assumed bandwidth of the machine with N cores.
 
-If each rank updates one Nth of the weights, and sends them instead of gradients, update is update / N. Not included
-are waits for the slowest rank, the exchanges of batch norm, and a lower clock if all cores compute.
+If each rank updates one Nth of the weights, update is update / N, and each rank reads and writes 2 S bytes more: it
+writes its weights for the others, and copies theirs. Gradients are averaged all the same, since a loop may read them
+once `backward()` has returned. Not included are waits for the slowest rank, the exchanges of batch norm, and a lower
+clock if all cores compute.
 """
 
 from __future__ import annotations
@@ -45,9 +47,10 @@ def _step(count: int, share: Result, one: Result, ring: float, memory: float) ->
     crowded = max(1.0, count * one["rate_gb"] / memory)
     update = crowded * one["update_ms"]  # it does not depend on the samples
     moved = 0.0 if count == 1 else share["gradients_mb"] * (5 * count - 2) / count
-    averaging = crowded * ring * moved / one["rate_gb"]
+    averaging, sending = (crowded * ring * size / one["rate_gb"] for size in (moved, 2 * share["gradients_mb"]))
     alone = one["compute_ms"] + one["update_ms"]
-    step, sharded = (share["compute_ms"] + averaging + each for each in (update, update / count))
+    by_shards = update if count == 1 else update / count + sending
+    step, sharded = (share["compute_ms"] + averaging + each for each in (update, by_shards))
     return {
         "reason": None,
         "compute_ms": share["compute_ms"],
