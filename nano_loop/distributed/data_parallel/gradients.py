@@ -82,7 +82,11 @@ class DenseGradients:
     def put_back(self) -> None:
         """Set the parameters' gradients to the means of copies; all other gradients have been averaged in place."""
         for parameter, mean in self._copies:
-            parameter.grad = mean if parameter.grad is None else mean.to(parameter.grad.dtype)
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided or _overlaps(gradient):
+                parameter.grad = mean
+            else:
+                gradient.copy_(mean)
 
 
 class AveragedGradients:
@@ -133,6 +137,10 @@ def is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     if gradient.is_contiguous() and parameter.is_contiguous():
         return True
     return gradient.stride() == parameter.stride() and is_dense(parameter)
+
+
+def _overlaps(gradient: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
 
 
 def in_memory_order(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

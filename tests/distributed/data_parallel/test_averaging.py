@@ -415,12 +415,15 @@ ASSIGNED = {
 def test_gradients_of_any_layout_meet(team, first, second):
     def loop(setup):
         model, optimizer = ready(setup, nn.ParameterList([nn.Parameter(torch.zeros(2, 3))]))
-        model[0].grad = ASSIGNED[(first, second)[setup.rank]](setup.rank + 1.0)
+        model[0].grad = given = ASSIGNED[(first, second)[setup.rank]](setup.rank + 1.0)
+        stride = given.stride()
         optimizer.step()
-        return model[0], model[0].grad
+        kept = model[0].grad is given and model[0].grad.stride() == stride
+        return model[0], model[0].grad, kept
 
     mean = (ASSIGNED[first](1.0) + ASSIGNED[second](2.0)) / 2
-    for weight, gradient in team(2)(trained, loop):
+    for rank, (weight, gradient, kept) in enumerate(team(2)(trained, loop)):
+        assert kept == ((first, second)[rank] != "expanded")
         assert gradient.equal(mean)
         torch.testing.assert_close(weight, mean * -0.1)
 
