@@ -70,7 +70,8 @@ def test_what_is_no_number_stays_none(called, monkeypatch, name):
     belong(monkeypatch, False)
     torchs = FUNCTIONS[name](special)
     torch.testing.assert_close(found, torchs, equal_nan=True)
-    assert found[3:].signbit().equal(torchs[3:].signbit())
+    # Compared with fp64, because torch's tanh of a negative zero in bf16 is positive on ARM.
+    assert found[3:].signbit().equal(FUNCTIONS[name](special[3:].double()).signbit())
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5000), (2, 3, 4, 5)])

@@ -19,6 +19,7 @@ _ELSE, _HALF = 0.01, 2.0**-12
 #: The number of times a program is retrained with other values if a result falls short, and the probability that an
 #: implementation as close as plain torch falls short more often than plain torch by this much.
 _DRAWS, _CHANCE = 16, 0.001
+_RUNS = 48  # of plain torch, to find results that differ between its runs
 
 
 class Way(NamedTuple):
@@ -44,8 +45,8 @@ class Compared:
     def __init__(self, program, alive=lambda: None):
         self.program, self.alive, self._known = program, alive, {}
 
-    def plain(self, in_fp64=False, around=contextlib.nullcontext, again=False):
-        """Return the results of plain torch."""
+    def plain(self, in_fp64=False, around=contextlib.nullcontext, again=0):
+        """Return the results of plain torch; those of another run for each number in `again`."""
         key = in_fp64, around, again
         if key not in self._known:
             self._known[key] = train(self.program.copy(in_fp64), around=around)
@@ -88,15 +89,16 @@ def _is_same(one, other):
 
 
 def equal(compared, got, way):
-    """Return the results that are not equal bit for bit, except for those that differ between two plain runs."""
+    """Return the results that are not equal bit for bit, except for those that differ between plain runs."""
     found = [*_pairs(got, compared.plain())]
     shaky = _shaky(compared) if found else ()
     return [(key[0], _told(key, one, other)) for key, one, other in found if key not in shaky]
 
 
 def _shaky(compared):
-    """Return the results that differ between two runs of plain torch, such as uninitialized memory."""
-    return {key for key, *_ in _pairs(compared.plain(again=True), compared.plain())}
+    """Return the results that differ between runs of plain torch, as by memory's addresses, or if it is not written."""
+    runs = (compared.plain(again=again) for again in range(1, _RUNS + 1))
+    return {key for run in runs for key, *_ in _pairs(run, compared.plain())}
 
 
 def near(compared, got, way):
