@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 import nano_loop
 from kernels.heads import small_heads
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.data_parallel import gradients
 from nano_loop.distributed.data_parallel.sync_batch_norm import norms_over_all_ranks
 from nano_loop.kernels.attention import blocked_attention
 from nano_loop.kernels.convolution import weight_gradient
@@ -98,6 +99,10 @@ def normalized(kind, *args, **settings):
 
 def activated(function):
     return lambda: Layer(lambda x, layer: function(layer(x)), nn.Linear(16, 16))
+
+
+def without_layer(function):
+    return lambda: Layer(lambda x, _: function(x), nn.Tanh())
 
 
 def recurrent(kind, hidden=6, **settings):
@@ -290,6 +295,7 @@ ROWS = {
         ("sync_batch_norm._Normalized", "sync_batch_norm._RankSum"),
         around=group_of_one,
     ),
+    "averaged gradient": Row(without_layer(lambda x: gradients._Mean.apply(x, x.detach())), (4,), ("gradients._Mean",)),
     "tanh": ACTIVATED(activated(torch.tanh), operators=("tanh",), calls="tanh_forward"),
     "gelu by tanh": ACTIVATED(
         activated(functools.partial(F.gelu, approximate="tanh")),

@@ -85,6 +85,9 @@ class DenseGradients:
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided or _overlaps(gradient):
                 parameter.grad = mean
+            elif gradient.requires_grad:
+                with torch.enable_grad():
+                    parameter.grad = _Mean.apply(gradient, mean)  # type: ignore[no-untyped-call]
             else:
                 gradient.copy_(mean)
 
@@ -124,23 +127,32 @@ def _memory_of(gradient: torch.Tensor) -> Any:
     return gradient.untyped_storage() if gradient.layout is torch.strided else gradient
 
 
-def is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a gradient can be averaged in place: it has the parameter's dtype and memory order.
+class _Mean(torch.autograd.Function):
+    """A gradient with the value of the mean and the graph of this rank's own gradient.
 
-    A gradient with a graph (``backward(create_graph=True)``) keeps it: the gradient of a loss computed from the mean is
-    then this rank's part of the second derivative, and the next averaging computes the mean of the parts.
+    This way, a loss computed from averaged gradients (``backward(create_graph=True)``) gives each rank its own part of
+    the second derivative, and the mean of the parts, computed by the next averaging, is the derivative of the mean.
     """
-    if gradient.layout is not torch.strided or gradient.dtype is not parameter.dtype:
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return gradient, None
+
+
+def is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a gradient can be averaged in place: it has the parameter's dtype and memory order."""
+    if gradient.layout is not torch.strided or gradient.requires_grad or gradient.dtype is not parameter.dtype:
         return False
     if gradient.is_neg() or gradient.is_conj():
         return False
     if gradient.is_contiguous() and parameter.is_contiguous():
         return True
     return gradient.stride() == parameter.stride() and is_dense(parameter)
-
-
-def _overlaps(gradient: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
 
 
 def in_memory_order(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -154,6 +166,10 @@ def _copy(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tenso
         zeros = torch.zeros_like(parameter, requires_grad=False)
         return zeros if gradient is None else zeros.add_(gradient.detach())
     return laid_out_as(parameter, gradient.detach()).to(parameter.dtype)
+
+
+def _overlaps(gradient: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
 
 
 def average_sparse(parameters: Sequence[torch.Tensor], ranks: Ranks) -> None:
