@@ -114,8 +114,8 @@ def widened(narrow: Tensor) -> Tensor:
     return wide
 
 
-def make_anew(tensor: Tensor) -> None:
-    """Round a tensor for each product: the program reads its `.data`, and writes to that change no version."""
+def discard_copies(tensor: Tensor) -> None:
+    """Round a tensor anew for each product from now on, because the program may write to it without a new version."""
     memory = base_of(tensor)
     if memory.grad_fn is not None:  # only tensors of a graph have copies
         state = _state()

@@ -29,8 +29,8 @@ from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.optimizers import called_after_steps, called_before_steps, closure_of, held_by, with_closure
 from nano_loop.profiling import PROFILED, STEPS, TIMED, UNCOUNTED, WARMUP
 from nano_loop.profiling.kinds import CLOSURE_EVENT, KINDS, OPTIMIZER_EVENT, OUTSIDE, times_of
-from nano_loop.runtime.memory import bytes_of_states
 from nano_loop.runtime.run import active_run
+from nano_loop.runtime.state_sizes import bytes_of_states
 
 #: The prefix of a layer's name in the trace event around its call.
 _LAYER = "nano_loop: layer "

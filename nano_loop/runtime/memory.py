@@ -6,18 +6,12 @@ The error prevents the kernel from killing the process without a message.
 from __future__ import annotations
 
 import heapq
-import inspect
-import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nano_loop.config.options import Options
@@ -25,8 +19,6 @@ from nano_loop.cpu import memory_left, peak_memory, resident_memory
 from nano_loop.cpu.tree import Tree
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.errors import NanoMemoryError, error_message
-from nano_loop.kernels.narrow_weight import NarrowWeight
-from nano_loop.patching.attributes import module_of
 from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, named_parameters_of
@@ -35,6 +27,7 @@ from nano_loop.patching.walk import find
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult, size
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.runtime.state_sizes import bytes_of_coming_states, bytes_of_states, bytes_of_tensor
 from nano_loop.steps.allocator import give_back
 
 _NAME = "memory"
@@ -130,9 +123,9 @@ class MemoryWatch:
         """Observe the first step of everything that one `setup` has set up."""
         for model in [model for model in parts.models if model not in self._models]:
             self._models[model] = None
-            tensors = {name: _bytes(tensor) for name, tensor in named_parameters_of(model)}
+            tensors = {name: bytes_of_tensor(tensor) for name, tensor in named_parameters_of(model)}
             self._tensors |= tensors
-            self._parts["parameters"] += sum(tensors.values()) + sum(map(_bytes, buffers_of(model)))
+            self._parts["parameters"] += sum(tensors.values()) + sum(map(bytes_of_tensor, buffers_of(model)))
         self._tensors = dict(heapq.nlargest(_SHOWN, self._tensors.items(), key=lambda item: item[1]))
         if not parts.optimizers or not self._models:
             return
@@ -210,7 +203,7 @@ class MemoryWatch:
         """Predict the peak, which includes the optimizers' states that the first step creates."""
         self._parts["gradients"] = self._gradients()
         dtype, limit = self._dtype_of_states(), self._limit and self._read_limit()
-        coming = sum(_states_to_come(optimizer, dtype) for optimizer in self._clock.optimizers)
+        coming = sum(bytes_of_coming_states(optimizer, dtype) for optimizer in self._clock.optimizers)
         self._parts["states of optimizers"] = coming + sum(map(bytes_of_states, self._clock.optimizers))
         now, peak = resident_memory(), peak_memory()
         if limit is None or now is None:
@@ -245,7 +238,7 @@ class MemoryWatch:
     def _gradients(self) -> int:
         parameters = [parameter for optimizer in self._clock.optimizers for parameter in held_by(optimizer)]
         gradients = {id(parameter): parameter.grad for parameter in parameters}
-        return sum(_bytes(gradient) for gradient in gradients.values() if gradient is not None)
+        return sum(bytes_of_tensor(gradient) for gradient in gradients.values() if gradient is not None)
 
     # --- limits and words ---
 
@@ -281,59 +274,6 @@ def _listed(sizes: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{name} {size(count)}" for name, count in sizes if count)
 
 
-def _bytes(tensor: Tensor) -> int:
-    if isinstance(tensor, NarrowWeight) and tensor.numbers.narrow is not None:
-        return tensor.numbers.narrow.nbytes
-    return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
-
-
 def _bytes_of(kind: tuple[Any, ...]) -> int:
     """Return the bytes of a tensor by its dtype and shape."""
-    return _bytes(torch.empty(kind[1:], dtype=kind[0], device="meta"))
-
-
-def bytes_of_states(optimizer: Optimizer) -> int:
-    """Return the size of an optimizer's states in bytes."""
-    values = (value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values())
-    return sum(_bytes(value) for value in values if isinstance(value, Tensor))
-
-
-def _is_torchs(kind: type[Optimizer]) -> bool:
-    """Whether the class and the module of an optimizer contain only functions of torch."""
-    waiting, names = [*vars(kind).values(), *vars(sys.modules[kind.__module__]).values()], set()
-    while waiting:
-        function = waiting.pop()
-        if isinstance(function, FunctionType):
-            names.add(module_of(function).partition(".")[0])
-            waiting.append(getattr(function, "__wrapped__", None))
-    return names <= {"torch", "nano_loop", "typing_extensions", *sys.stdlib_module_names}
-
-
-def _states_to_come(optimizer: Optimizer, dtype: torch.dtype | None = None) -> int:
-    """Return the size in bytes of the states that an optimizer's first step will create; 0 if they are not torch's.
-
-    `dtype` is that of the states; None: that of the parameters.
-
-    torch's own step computes it, for one tensor without memory per group. Replacements by the program are not called.
-    """
-    kinds: list[Any] = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
-    kind = kinds[0]
-    if kind is Optimizer or not all(map(_is_torchs, kinds)):
-        return 0
-    coming = 0.0
-    for group in optimizer.param_groups:
-        held = [parameter for parameter in group["params"] if parameter.requires_grad and _bytes(parameter)]
-        new = [parameter for parameter in held if not optimizer.state.get(parameter)]
-        if not new:
-            continue
-        like = torch.empty_like(max(new, key=torch.numel), device="meta", dtype=dtype).requires_grad_()
-        like.grad = torch.empty_like(like)
-        plain = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
-        groups = [{**group, **{name: value for name, value in plain.items() if name in group}, "params": [like]}]
-        trial = kind.__new__(kind)
-        vars(trial).update(defaults=optimizer.defaults, state=defaultdict(dict), param_groups=groups)
-        # Unknown states count as 0: LBFGS needs a closure. ASGD needs values once its states exist.
-        with suppress(Exception), torch.no_grad():
-            inspect.unwrap(kind.step)(trial)
-        coming += bytes_of_states(trial) / like.numel() * sum(map(torch.numel, new))
-    return int(coming)
+    return bytes_of_tensor(torch.empty(kind[1:], dtype=kind[0], device="meta"))

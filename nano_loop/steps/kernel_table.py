@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nano_loop.kernels import activations, bernoulli, embedding
+from nano_loop.kernels import activations, bernoulli, data_attribute, embedding
 from nano_loop.kernels.attention import attention, blocked_attention, flash_attention
 from nano_loop.kernels.convolution import convolution, weight_gradient
-from nano_loop.kernels.head import cross_entropy, head, layers, logits
+from nano_loop.kernels.head import cross_entropy, head, layers
 from nano_loop.kernels.linear import fp32_product, linear, product
 from nano_loop.kernels.norm import norms, rms_norm
 from nano_loop.kernels.rnn import recurrence, rnn
@@ -81,7 +81,7 @@ _CROSS_ENTROPY = Kernels(
     is_for=models.has_many_classes,
     report_line="one pass over the logits for the loss and its gradient, and of a large head in chunks of rows",
     not_applicable=SkipReason("few_classes", f"no layer has {models.MANY_CLASSES:,} outputs or more", SMALL),
-    contexts=(head.logits_kept, logits.data_replaced),
+    contexts=(head.logits_kept, data_attribute.data_replaced),
     remark=head.remark,
 )
 CROSS_ENTROPY = Row("fast_cross_entropy", _CROSS_ENTROPY, _CROSS_ENTROPY)

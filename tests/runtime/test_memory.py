@@ -1,6 +1,5 @@
 """The peak memory of a run is reported and predicted, and exceeding the limit is an error that names the layer."""
 
-import functools
 import json
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import nano_loop
 from nano_loop.config.options import Options
 from nano_loop.runtime import memory
-from nano_loop.runtime.memory import _states_to_come, bytes_of_states
 
 MB = 10**6
 # A separate program, because this process may reuse memory that other tests have freed.
@@ -252,67 +250,3 @@ def test_watched_first_step_computes_what_an_unwatched_one_does(way: str) -> Non
         return torch.cat([each.flatten() for each in model.parameters()])
 
     assert torch.equal(train(memory_limit="1 TB"), train())
-
-
-OPTIMIZERS = {
-    "Adam": {},
-    "AdamW": {"amsgrad": True},
-    "NAdam": {},
-    "RAdam": {},
-    "Adamax": {},
-    "SGD": {"momentum": 0.9, "lr": 0.1},
-    "RMSprop": {"centered": True, "momentum": 0.1},
-    "Adadelta": {},
-    "Adagrad": {},
-    "Rprop": {},
-    "ASGD": {},
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_are_known_before_they_are_made(name: str) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    kind = getattr(torch.optim, name)
-
-    class Own(kind):  # a common pattern
-        def step(self, closure=None):
-            return super().step(closure)
-
-    for each in (kind, Own):
-        optimizer = each(model.parameters(), **OPTIMIZERS[name])
-        before = bytes_of_states(optimizer)
-        coming = _states_to_come(optimizer)
-        model(torch.rand(2, 64)).sum().backward()
-        optimizer.step()
-        assert before + coming == pytest.approx(bytes_of_states(optimizer), rel=0.05, abs=600)
-        assert _states_to_come(optimizer) == 0
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(sys.modules["torch.optim.adam"], "adam"), (torch.optim.Adam, "step"), (torch.optim.Adam, "_init_group")],
-)
-def test_functions_that_a_program_has_put_into_an_optimizer_are_not_called(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
-) -> None:
-    original, calls = getattr(owner, name), []
-
-    @functools.wraps(original)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return original(*args, **kwargs)
-
-    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
-    monkeypatch.setattr(owner, name, noted)
-    assert _states_to_come(optimizer) == 0
-    assert not calls
-
-
-def test_states_of_what_is_not_known_are_not_counted() -> None:
-    class Foreign(torch.optim.Optimizer):
-        def step(self, closure=None):
-            raise AssertionError("it is asked for nothing")
-
-    model = nn.Linear(2, 2)
-    assert _states_to_come(Foreign(model.parameters(), {"lr": 1})) == 0
-    assert _states_to_come(torch.optim.LBFGS(model.parameters())) == 0

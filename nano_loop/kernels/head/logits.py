@@ -9,19 +9,16 @@ tensor, which is computed once: functions of torch by ``__torch_function__``, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from nano_loop.kernels.double_backward import gradients_of
 from nano_loop.kernels.head.chunks import Elementwise, Plan, RowFunction, in_chunks
-from nano_loop.kernels.head.head import Head, Memory, keep_logits_of, note_chunked, note_whole
+from nano_loop.kernels.head.head import Head, Memory, note_chunked, note_whole
 from nano_loop.kernels.memory import computes_now
-from nano_loop.kernels.narrow_copies import make_anew
-from nano_loop.patching.attributes import replaced
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.ownership import Rules
 from nano_loop.patching.torch_private import (
@@ -282,28 +279,6 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, rules: Rules)
     if placed.requires_grad:
         placed.sources = hidden, weight, bias
     return placed
-
-
-def data_replaced() -> AbstractContextManager[None]:
-    """Return a context in which ``x.data = logits`` uses their values. torch's setter would use their null pointer.
-
-    Writes to `weight.data` or `weight[0].data` change no version, so reading `.data` keeps logits of this memory, and
-    ends the use of bf16 copies of it.
-    """
-    return replaced(Tensor, "data", _with_numbers)
-
-
-def _with_numbers(data: Any) -> property:
-    def read(tensor: Tensor) -> Any:
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not in_functorch():
-            keep_logits_of(tensor)
-            make_anew(tensor)
-        return data.__get__(tensor)
-
-    def write(tensor: Tensor, value: Any) -> None:
-        data.__set__(tensor, value.numbers() if isinstance(value, LazyLogits) else value)
-
-    return property(read, write, data.__delete__, data.__doc__)
 
 
 def _materialized(argument: Any) -> Any:

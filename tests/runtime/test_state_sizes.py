@@ -1,0 +1,74 @@
+"""The states of optimizers are known before their first step makes them."""
+
+import functools
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nano_loop.runtime.state_sizes import bytes_of_coming_states, bytes_of_states
+
+OPTIMIZERS = {
+    "Adam": {},
+    "AdamW": {"amsgrad": True},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "SGD": {"momentum": 0.9, "lr": 0.1},
+    "RMSprop": {"centered": True, "momentum": 0.1},
+    "Adadelta": {},
+    "Adagrad": {},
+    "Rprop": {},
+    "ASGD": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_are_known_before_they_are_made(name: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    kind = getattr(torch.optim, name)
+
+    class Own(kind):  # a common pattern
+        def step(self, closure=None):
+            return super().step(closure)
+
+    for each in (kind, Own):
+        optimizer = each(model.parameters(), **OPTIMIZERS[name])
+        before = bytes_of_states(optimizer)
+        coming = bytes_of_coming_states(optimizer)
+        model(torch.rand(2, 64)).sum().backward()
+        optimizer.step()
+        assert before + coming == pytest.approx(bytes_of_states(optimizer), rel=0.05, abs=600)
+        assert bytes_of_coming_states(optimizer) == 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(sys.modules["torch.optim.adam"], "adam"), (torch.optim.Adam, "step"), (torch.optim.Adam, "_init_group")],
+)
+def test_functions_that_a_program_has_put_into_an_optimizer_are_not_called(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    original, calls = getattr(owner, name), []
+
+    @functools.wraps(original)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    monkeypatch.setattr(owner, name, noted)
+    assert bytes_of_coming_states(optimizer) == 0
+    assert not calls
+
+
+def test_states_of_what_is_not_known_are_not_counted() -> None:
+    class Foreign(torch.optim.Optimizer):
+        def step(self, closure=None):
+            raise AssertionError("it is asked for nothing")
+
+    model = nn.Linear(2, 2)
+    assert bytes_of_coming_states(Foreign(model.parameters(), {"lr": 1})) == 0
+    assert bytes_of_coming_states(torch.optim.LBFGS(model.parameters())) == 0
