@@ -82,7 +82,7 @@ REFUSED = {
         *([0, 1], [[]], [], [[-1]], [["0"]], [[0.5]], [[True]], "0-3", {0: [0]}, 0, -1, True, 1.5),
     ],
     checks.compile_arguments: ["inductor", None, {}, {1: "max-autotune"}],
-    checks.boolean_or_path: ["", None, 3, 10**400, "no/such/folder/casts.json", "."],
+    checks.boolean_or_path: ["", None, 3, 10**400, "no/such/folder/casts.json", ".", "a\0b"],
     checks.memory_limit: ["", "8 GBs", "8", "0 GB", "auto", "images", 10**400, 0, -1, True, float("nan"), [1]],
     checks.image_cache: [
         "",
@@ -99,6 +99,7 @@ REFUSED = {
         float("nan"),
         float("inf"),
         "no/such/folder",
+        "a\0b",
         [1],
     ],
     checks.operators: ["layer_nrm", "safe", "no/such/file", [torch.nn.functional.layer_norm], None, [""], ["a\0b"], 3],

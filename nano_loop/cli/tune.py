@@ -22,10 +22,14 @@ Examples:
 """
 
 
+class _Seconds(click.IntRange):
+    """A number of seconds, which errors and the help call an integer."""
+
+    name = "integer"
+
+
 @click.command(cls=ScriptCommand, epilog=_EXAMPLES)
-@click.option(
-    "--seconds", type=click.IntRange(1, 1_000_000), default=120, show_default=True, help="Approximate time limit."
-)
+@click.option("--seconds", type=_Seconds(1, 1_000_000), default=120, show_default=True, help="Approximate time limit.")
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True), help="Save a chart of the times.")
 @takes_script()
 def tune(script: Script, as_json: bool, seconds: int, plot: str | None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ _OTHER_NAMES = {
 }
 _ATEN = re.compile(r"^(aten::|torch\.ops\.aten\.)")
 _FAMILIES = ("linalg", "fft", "special")
+_LONGEST_FILE = 1 << 20  # bytes of a list of names
 
 
 def operators_of(name: str) -> tuple[str, ...]:
@@ -72,9 +75,15 @@ def read_names(path: Path) -> tuple[str, ...]:
     Raises
     ------
     OSError, UnicodeDecodeError
-        If the file cannot be read.
+        If the file cannot be read, is not a regular file, or is too long.
     """
-    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device, which may block or never end
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    with path.open("rb") as file:
+        content = file.read(_LONGEST_FILE + 1)
+    if len(content) > _LONGEST_FILE:
+        raise OSError(errno.EFBIG, f"it has more than {_LONGEST_FILE:,} bytes")
+    lines = (line.partition("#")[0].strip() for line in content.decode("utf-8").splitlines())
     return tuple(filter(None, lines))
 
 

@@ -146,9 +146,20 @@ def boolean_or_path(value: Any) -> bool | str:
     if not isinstance(value, (str, os.PathLike)) or not value:
         raise RefusedValueError(allowed, advice)
     path = Path(os.fsdecode(value)).absolute()
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not _may_be_written(path):
         raise RefusedValueError("it must be the path of a file in a folder that exists", advice)
     return str(path)
+
+
+def _may_be_written(path: Path) -> bool:
+    try:
+        return (
+            "\0" not in str(path)
+            and not (path.is_dir() or path.is_fifo())  # opening a pipe waits for a reader
+            and os.access(path if path.exists() else path.parent, os.W_OK)
+        )
+    except OSError:  # the name is too long
+        return False
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", re.ASCII)
@@ -186,10 +197,13 @@ def image_cache(value: Any) -> int | str | None:
 
 
 def _may_be_a_folder(text: str) -> bool:
-    if not text or (text[0].isdigit() and os.sep not in text):  # a misspelled size
+    if not text or "\0" in text or (text[0].isdigit() and os.sep not in text):  # a misspelled size
         return False
     path = Path(os.path.expanduser(text)).absolute()  # pathlib's expanduser raises if the user has no home
-    return path.is_dir() or (path.parent.is_dir() and not path.exists())
+    try:
+        return path.is_dir() or (path.parent.is_dir() and not path.exists())
+    except OSError:  # the name is too long
+        return False
 
 
 _OPERATORS = "it must be a list of names of operators, or the path of a file with one per line"
@@ -232,7 +246,7 @@ def _is_path(text: str) -> bool:
 def _in_file(path: str | Path) -> tuple[str, ...]:
     try:
         return read_names(Path(path))
-    except (OSError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, ValueError) as error:  # ValueError: a null character
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         advice = "Pass names of operators, or the path of a file of them"
         raise RefusedValueError(f"the file cannot be read: {reason}", advice) from None
