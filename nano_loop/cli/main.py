@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 if `doctor` has a finding that hurts, 2 for invalid input.
     """
     arguments = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    _open_closed_streams()
     try:
         return _run(arguments)
     except NanoError as error:
@@ -60,6 +61,16 @@ def _run(arguments: Sequence[str]) -> int:
         return _refused(_in_one_line(error))
     except click.Abort:
         return _INTERRUPTED
+
+
+def _open_closed_streams() -> None:
+    """Open closed standard streams on the null device, so that files opened by a command do not get their descriptors.
+
+    In the script they are closed, as under ``python``: descriptors that Python opens are not inherited.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _doctor(arguments: Sequence[str]) -> int:

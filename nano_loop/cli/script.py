@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -23,7 +24,9 @@ from nano_loop.config.environment import may_be, variable_of
 from nano_loop.config.leftovers import REMOVED, REMOVED_OTHERS
 from nano_loop.config.options import Options
 from nano_loop.config.protocol import COMMAND, INSTALL, Command
+from nano_loop.cpu import partition, read_machine
 from nano_loop.cpu.process import end_with
+from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoConfigError, error_message
 
 _T = TypeVar("_T")
@@ -130,8 +133,7 @@ def takes_script(json_help: str = "Print one JSON object instead of text.") -> C
         @functools.wraps(function)
         def command(script: str, arguments: tuple[str, ...], is_module: bool, **values: Any) -> _T:
             options = {name: values.pop(name, None) for name in CHECKS}
-            if not is_module:
-                _refuse_missing(script)
+            _refuse_missing(script, is_module)
             # A script whose name looks like an option needs "--" before it, for Python as for this command.
             before = ["-m"] if is_module else ["--"] if script.startswith("-") and script != "-" else []
             line = [sys.executable, *before, script, *arguments]
@@ -170,17 +172,41 @@ def preload_options(function: Callable[..., _T]) -> Callable[..., _T]:
 def _variables_of(options: Mapping[str, str | None]) -> dict[str, str]:
     """Return the environment variables of the options that have a value.
 
-    Invalid or contradicting values raise an error here and not in the script.
+    Invalid or contradicting values, and those that need more cores, raise an error here and not in the script.
     """
     variables = {variable_of(name): text for name, text in options.items() if text is not None}
-    Options.from_call({}, variables, flag_of)
+    _refuse_too_many_processes(Options.from_call({}, variables, flag_of))
     return variables
 
 
-def _refuse_missing(script: str) -> None:
-    if script != "-" and not os.path.exists(script):
+def _refuse_too_many_processes(options: Options) -> None:
+    """Raise an error if a run would start more processes than there are cores, unless Ray starts them elsewhere."""
+    shares = options.cpu_for_each_process
+    if options.num_processes is not None and options.distributed_backend != "ray" and found_launch(os.environ) is None:
+        try:
+            partition(read_machine(), options.processes, shares if isinstance(shares, int) else None)
+        except NanoConfigError as error:
+            raise NanoConfigError(f"{error} To use other hosts, write --distributed-backend ray.") from None
+
+
+def _refuse_missing(script: str, is_module: bool) -> None:
+    if is_module and not _is_module(script.partition(".")[0]):
+        expected, hint = "there is no such module", "Check its name and the working folder"
+        raise NanoConfigError(error_message(f"-m {script}", expected, hint))
+    if not is_module and script != "-" and not os.path.exists(script):
         hint = "Check the path of the script, and write the value of a flag with =: --channels-last=auto"
         raise NanoConfigError(error_message(script, "there is no such file", hint))
+
+
+def _is_module(name: str) -> bool:
+    """Whether a top-level module exists, without importing it."""
+    sys.path.insert(0, os.getcwd())  # as in the new process
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        del sys.path[0]
 
 
 @contextlib.contextmanager

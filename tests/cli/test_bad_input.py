@@ -19,6 +19,8 @@ REFUSED = [
     (["env", "--undo", "--jemalloc"], ["--undo restores everything"]),
     (["env", "--shell", "fish"], ["--shell: it was removed: the lines are for POSIX shells. Omit it"]),
     (["run", "no_such_script.py"], ["no_such_script.py: there is no such file. Check the path of the script"]),
+    (["run", "-m", "no_such_module.train"], ["-m no_such_module.train: there is no such module. Check its name"]),
+    (["run", "-m", ""], ["-m : there is no such module"]),
     (["run", "--precison", "bf16"], ["No such option '--precison'", "--precision", "`nano-loop run --help`"]),
     (["run", "--precision", "fp8", "train.py"], ['--precision=fp8: it must be 32, 64, 16, "bf16"']),
     (["run", "--channels-last=maybe", "train.py"], ['=maybe: it must be "auto", True or False. Pass one of']),

@@ -83,13 +83,35 @@ def test_options_of_nano_loop_stand_behind_those_of_the_command(name, capsys):
     assert "bf16 autocast around each call" in " ".join(nanos.split())
 
 
+CLOSED = {">&-": [False, True, False], "2>&-": [False, False, True], "<&-": [True, False, False]}
+CLOSED |= {"<&- >&- 2>&-": [True, True, True]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [("env", 0), ("run --json -", 0), ("run ran.py", 0), ("run --precision=fp8 ran.py", 2), ("profile ran.py", 2)],
+)
+def test_closed_standard_stream_is_no_error(tmp_path, arguments, code):
+    """They stay closed for the script, as under Python, and files opened later do not get their descriptors."""
+    streams = "[stream is None for stream in (sys.stdin, sys.stdout, sys.stderr)]"
+    (tmp_path / "ran.py").write_text(f"import os, sys; os.path.exists('ran') or open('ran', 'w').write(str({streams}))")
+    for closed, is_closed in CLOSED.items():
+        line = f"{sys.executable} -m nano_loop {arguments} {closed}"
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=tmp_path, timeout=100)
+        assert (done.returncode, "Traceback" in done.stderr, "nano-loop: " in done.stdout) == (code, False, False), done
+        if arguments.endswith(" ran.py") and code != 2:
+            assert (tmp_path / "ran").read_text() == str(is_closed)
+        (tmp_path / "ran").unlink(missing_ok=True)
+
+
 def test_working_folder_that_is_gone_and_a_full_disk_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert main(["profile", "--trace", "trace.json", "-"]) == 2
+    assert main(["run", "-m", "train"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    words = "nano-loop: nano-loop profile: the operating system reported an error (No such file or directory). Check"
+    words = "nano-loop: nano-loop run: the operating system reported an error (No such file or directory). Check"
     assert line.startswith(words)
 
 

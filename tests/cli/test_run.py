@@ -164,6 +164,14 @@ def test_removed_flag_says_so_for_its_command_alone(name, capsys):
     assert "No such option" in capsys.readouterr().err
 
 
+def test_search_for_a_module_imports_nothing_and_leaves_the_path(script, monkeypatch):
+    monkeypatch.chdir(script("raise ValueError('imported')", "job.py").parent)
+    path = [*sys.path]
+    assert module._is_module("job")
+    assert sys.path == path
+    assert "job" not in sys.modules
+
+
 # --- a training ---
 
 REPORTED = 'print(train.report.options["precision"], train.report["allocator"].detail)\n'
@@ -317,3 +325,17 @@ def test_variables_of_env_install_in_each_python(script):
     changes = json.loads(done.stdout)["changes"]
     assert ran(path, by=[sys.executable], **changes) == (0, "True\n", "")
     assert ran(path, by=[sys.executable], **{**changes, "NANO_LOOP_INSTALL": "0"}) == (0, "False\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["--num-processes", "4096"], ["--cpu-for-each-process", "4096"]], ids=str)
+def test_more_processes_than_cores_are_refused_before_the_script_starts(capsys, tmp_path, arguments):
+    (tmp_path / "train.py").touch()
+    line = ["--json", "--num-processes=1", *arguments, str(tmp_path / "train.py")]
+    for command in ("run", "profile", "tune"):
+        assert main([command, *line]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert "num_processes=" in err
+        assert "physical cores" in err
+        assert "--distributed-backend ray" in err
+    assert main(["run", "--distributed-backend=ray", *line]) == 0  # other hosts may have them
