@@ -75,7 +75,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "upward_imports": {},
     "private_names_of_others": {
         "distributed.files.private_files": "tempfile decides on folders, and numpy opens files, by private functions",
-        "distributed.launch_local.start": "Python has no public function for the options of this interpreter",
+        "distributed.launch_local.start": "Python documents sys._xoptions, and has no other name for its -X options",
         "distributed.launch.worker": "multiprocessing has no public way to let a worker have children",
         "distributed.launch_ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
     },

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +19,15 @@ NOT_FOR_WORKERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFI
 # and reads it for each compilation.
 _VOLATILE = ("PYTEST_CURRENT_TEST", "OLDPWD", "PWD", "SHLVL", "_", "TORCHINDUCTOR_CACHE_DIR")
 _THREADS = "OMP_NUM_THREADS"
+_FLAGS = (
+    ("optimize", "-O"),  # otherwise an assert could fail on one rank only
+    ("isolated", "-I"),
+    ("ignore_environment", "-E"),
+    ("no_user_site", "-s"),
+    ("no_site", "-S"),
+    ("dont_write_bytecode", "-B"),
+    ("bytes_warning", "-b"),
+)
 
 
 def origin_of(slot: RankSlot) -> dict[str, Any]:
@@ -30,7 +38,7 @@ def origin_of(slot: RankSlot) -> dict[str, Any]:
     """
     environ = {name: value for name, value in environment_of(slot, os.environ).items() if name not in _VOLATILE}
     return {
-        "command": [sys.executable, *subprocess._args_from_interpreter_flags()],  # type: ignore[attr-defined]
+        "command": command(),
         "environ": environ,
         "path": _path(),
         "cpus": len(cpus_of(slot)),
@@ -58,6 +66,13 @@ def environment_of(slot: RankSlot, environ: Mapping[str, str]) -> dict[str, str]
         del kept[_THREADS]
     defaults = {_THREADS: str(slot.machine.num_threads), "TQDM_DISABLE": "1", "PYTHONBREAKPOINT": "0"}
     return {**defaults, **kept}
+
+
+def command() -> list[str]:
+    """Return the command line of this Python with this process's options."""
+    flags = [option for name, option in _FLAGS for _ in range(getattr(sys.flags, name))]
+    settings = [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
+    return [sys.executable, *flags, *settings, *(f"-W{option}" for option in sys.warnoptions)]
 
 
 def cpus_of(slot: RankSlot) -> list[int]:
