@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from types import FrameType
 
 import click
 
@@ -41,7 +46,8 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
     sys.stdout.flush()
     stdout = sys.stderr if as_json else None
     with started("profile", own, script.command, environ, stdout=stdout) as (process, read_answer):
-        code = process.wait()
+        with _signals_passed_to(process):
+            code = process.wait()
         answer = read_answer() or {}
     if "error" in answer:
         raise NanoConfigError(answer["error"])
@@ -60,3 +66,22 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
         click.echo(as_text("profile", **content))
     else:
         click.echo("\n".join([*lines_of(content), "", *lines_of_memory(content["memory"])]))
+
+
+@contextlib.contextmanager
+def _signals_passed_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Forward SIGTERM to the script, and let Ctrl-C, which a terminal sends to both processes, end it."""
+
+    def passed(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, passed),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN if os.isatty(0) else passed),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
