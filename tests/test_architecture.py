@@ -108,7 +108,7 @@ FILES_THAT_MAY_IMPORT = {
 BUDGETS = {
     "": 450,
     "api": 1_325,
-    "cli": 2_325,  # 2_100 is the goal
+    "cli": 2_375,  # 2_100 is the goal
     "integrations": 1_500,
     "runtime": 2_550,  # 1_700 is the goal
     "steps": 4_400,  # 3_300 is the goal
@@ -121,7 +121,7 @@ BUDGETS = {
     "data": 1_375,
     "distributed": 14_025,  # 9_800 is the goal
     "profiling": 350,  # 300 is the goal
-    "config": 1_500,  # 1_300 is the goal
+    "config": 1_525,  # 1_300 is the goal
     "cpu": 1_250,
     "storage": 400,  # 350 is the goal
 }
