@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nano_loop.kernels import activations, bernoulli, data_attribute, embedding
+from nano_loop.kernels import activations, bernoulli, embedding
 from nano_loop.kernels.attention import attention, blocked_attention, flash_attention
 from nano_loop.kernels.convolution import convolution, weight_gradient
-from nano_loop.kernels.head import cross_entropy, head, layers
+from nano_loop.kernels.head import cross_entropy, data_attribute, head, layers
 from nano_loop.kernels.linear import fp32_product, linear, product
 from nano_loop.kernels.norm import norms, rms_norm
 from nano_loop.kernels.rnn import recurrence, rnn

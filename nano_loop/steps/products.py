@@ -16,7 +16,7 @@ from nano_loop.kernels import activations
 from nano_loop.kernels.attention import blocked_attention, flash_attention
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.convolution import blocked_convolution, convolution
-from nano_loop.kernels.data_attribute import data_replaced
+from nano_loop.kernels.head.data_attribute import data_replaced
 from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.norm.copied_inputs import COPIED_INPUTS
 from nano_loop.kernels.override import Override
