@@ -42,10 +42,10 @@ _BEFORE, _ACTIVATIONS = "libraries and data", "activations"
 _CGROUP = "the cgroup"
 #: What to do about the largest part.
 _HINTS = {
-    "parameters": "Take a smaller model",
+    "parameters": "Use a smaller model",
     "gradients": "Train fewer of the parameters",
-    "states of optimizers": "Take an optimizer with fewer states, or train fewer of the parameters",
-    _ACTIVATIONS: "Take a smaller batch or shorter sequences, or checkpoint the activations",
+    "states of optimizers": "Use an optimizer with fewer states, or train fewer of the parameters",
+    _ACTIVATIONS: "Use a smaller batch, shorter sequences or activation checkpointing",
 }
 
 
@@ -264,7 +264,7 @@ class MemoryWatch:
             allowed += f", one of {self._ranks.size}"
         expected = f"{allowed}; the parts are {_listed(parts.items())}"
         expected += f"; the largest tensors are {_listed(tensors)}" if tensors else ""
-        more = "let the process have more memory" if limit is None or limit.source == _CGROUP else "raise memory_limit"
+        more = "give the process more memory" if limit is None or limit.source == _CGROUP else "raise memory_limit"
         is_too_low = limit is not None and parts[_BEFORE] > limit.most  # even without the model
         hint = more.capitalize() if is_too_low else f"{_HINTS[max(_HINTS, key=parts.__getitem__)]}, or {more}"
         return NanoMemoryError(error_message(got, expected, hint))
