@@ -290,8 +290,8 @@ class Declarations:
     fp32_ops: Collection[str] | os.PathLike[str] = option(  # noqa: RUF009
         (),
         checks.operators_or_safe,
-        "Runs these operators in fp32. `\"safe\"`: those that CUDA's autocast runs in fp32 and the CPU's does not, such "
-        "as softmax.",
+        "Runs these operators in fp32. `\"safe\"`: those that CUDA's autocast runs in fp32 and the CPU's does not, "
+        "such as softmax.",
         needs=_AUTOCAST,
     )
     compare_parameters: bool = switch(
