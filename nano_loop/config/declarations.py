@@ -208,8 +208,8 @@ class Declarations:
     )
     fast_convolution: bool | Literal["auto"] = step(
         "Computes gradients of convolutions' weights in blocks by bf16 instructions, in reduced precision: 1.1 to 2.5 "
-        "times as fast as oneDNN, for NHWC images. Needs torch 2.9 and AVX-512; otherwise by plain matrix products "
-        "if oneDNN is slow.",
+        "times as fast as oneDNN, for NHWC images. Needs torch 2.9 and, except for biases, groups and depthwise "
+        "convolutions, AVX-512.",
         changes_bits=True,
     )
     fast_linear: bool | Literal["auto"] = step(
