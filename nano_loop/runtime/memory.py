@@ -197,7 +197,7 @@ class MemoryWatch:
         if self._limit is not None and now > _FULL * self._limit.most:
             self._limit = self._read_limit()  # other processes may have ended since
             if self._limit is not None and now > _FULL * self._limit.most:
-                raise self._error(f"{where} takes this process to {size(now)} in the first step", self._limit)
+                raise self._error(f"{where} raises this process's memory to {size(now)} in the first step", self._limit)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Predict the peak, which includes the optimizers' states that the first step creates."""

@@ -118,7 +118,7 @@ class Tuning:
         yield ""
         yield from map(_wrapped, self.remarks)
         is_complete = all(row.note != INTERRUPTED for row in self.rows)
-        yield f"{'fastest' if is_complete else 'fastest of what was measured'}, after {self.seconds:.0f} s:"
+        yield f"{'fastest' if is_complete else 'fastest so far'}, after {self.seconds:.0f} s:"
         yield f"  {self.line}"
 
 

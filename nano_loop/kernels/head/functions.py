@@ -195,7 +195,7 @@ def _goes_with(other: Any, lazy: LazyLogits) -> bool:
     return other.rows is lazy.rows and other.vocabulary == lazy.vocabulary and other.dtype is lazy.dtype
 
 
-# --- what is computed in chunks ---
+# --- functions computed in chunks ---
 
 
 @_takes_lazy
