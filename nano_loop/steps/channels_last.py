@@ -65,7 +65,7 @@ class ChannelsLast(Step):
         models = _unscripted(parts)
         if parts.models and not models:
             return SkipReason("scripted", "the model is scripted, so its convolutions and views cannot be changed")
-        if not any(map(_takes_images, models)):
+        if not any(map(takes_images, models)):
             return SkipReason("no_images", "the model has no layers for images", ABSENT)
         parameters = itertools.chain.from_iterable(map(parameters_of, models))
         has_weights = any(not has_shape(parameter) or parameter.dim() in _FORMATS for parameter in parameters)
@@ -158,7 +158,7 @@ def _unscripted(parts: TrainingObjects) -> list[nn.Module]:
     return [model for model in parts.models if not isinstance(model, torch.jit.ScriptModule)]
 
 
-def _takes_images(model: nn.Module) -> bool:
+def takes_images(model: nn.Module) -> bool:
     """Whether the name of a layer, or of a function that the model calls, refers to images or volumes."""
     names = [*map(class_name, model.modules()), *names_called(model)]
     return any(word in name.lower() for name in names for word in ("2d", "3d", "convolution", "interpolate", "pixel_"))
