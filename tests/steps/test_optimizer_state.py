@@ -284,6 +284,25 @@ def test_weights_that_the_program_writes_begin_anew():
     assert_equal([model[0].weight, model[2].weight], [*found])
 
 
+class DecayingLater(SGD):
+    """Changes weights after the step of its base class by less than bf16 can hold."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        with torch.no_grad():
+            for weight in self.param_groups[0]["params"]:
+                weight.mul_(1 - 1e-4)
+        return loss
+
+
+def test_what_a_class_does_after_the_step_of_its_base_is_not_lost():
+    SGD(network().parameters(), 0)  # from now on, torch also calls the hooks in the step of the base class
+    models = network(), network()
+    plainly(models[0], DecayingLater(models[0].parameters(), 0.0))
+    nano(precision="bf16-true", **QUIET)(plainly)(models[1], DecayingLater(models[1].parameters(), 0.0))
+    assert_equal(*([*model.parameters()] for model in models))
+
+
 def test_two_optimizers_of_one_weight_share_its_rest():
     def loop(model, *optimizers):
         for _, optimizer in itertools.product(range(50), optimizers):
