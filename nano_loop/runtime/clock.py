@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
+from nano_loop.patching.optimizers import called_in_turn
 
 #: Called with an optimizer and the arguments of its step. Returns None, or replacement arguments.
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
@@ -114,12 +115,7 @@ class StepClock:
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Notify subscribers that a step begins. torch uses the return value as the arguments of the step."""
         self._open.add(id(optimizer))
-        changed = None
-        for function in self._before:
-            result = function(optimizer, args, kwargs)
-            if result is not None:
-                changed = args, kwargs = result
-        return changed
+        return called_in_turn(self._before, optimizer, args, kwargs)
 
     def _end(self, optimizer: Optimizer, *_: Any) -> None:
         """Count a step that has ended, and notify subscribers."""

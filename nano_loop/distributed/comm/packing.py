@@ -133,9 +133,6 @@ def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None
         start += part
 
 
-# --- means ---
-
-
 def is_summed_wider(dtype: torch.dtype) -> bool:
     """Whether elements of this dtype are summed in float32 rather than in their own dtype."""
     return dtype in (torch.bfloat16, torch.float16)

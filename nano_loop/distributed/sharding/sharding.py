@@ -266,9 +266,6 @@ def _sharding_samplers(loader: Loader, size: int) -> list[Any]:
     return [one for one in samplers if getattr(one, "num_replicas", None) == size and hasattr(one, "rank")]
 
 
-# --- metrics ---
-
-
 @contextmanager
 def whole_evaluations_not_joined(ranks: Ranks) -> Iterator[None]:
     """In the body, do not synchronize metrics that are the same on all ranks because all ranks got all batches.
