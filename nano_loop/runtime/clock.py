@@ -14,6 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
+from nano_loop.patching.optimizers import called_in_turn
 
 #: Called with an optimizer and the arguments of its step. Returns None, or replacement arguments.
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
@@ -117,12 +118,7 @@ class StepClock:
         key = id(optimizer)
         if key not in self._open or not _is_called_by(self._open[key]):
             self._open[key] = id(sys._getframe(1))
-        changed = None
-        for function in self._before:
-            result = function(optimizer, args, kwargs)
-            if result is not None:
-                changed = args, kwargs = result
-        return changed
+        return called_in_turn(self._before, optimizer, args, kwargs)
 
     def _end(self, optimizer: Optimizer, *_: Any) -> None:
         """Count a step that has ended, and notify subscribers."""

@@ -202,10 +202,7 @@ class Run:
 
     def complete(self) -> Any:
         """Start the run, execute its task, end the run, and return the result of the task."""
-        if self._task is None:
-            raise NanoError(
-                error_message("complete() of a run without a task", "it executes the run's task", "Pass one")
-            )
+        assert self._task is not None
         try:
             with self:
                 return self._task.do(self)

@@ -22,7 +22,7 @@ from nano_loop.kernels.norm.copied_inputs import COPIED_INPUTS
 from nano_loop.kernels.override import Override
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.patching.members import has_shape, parameters_of
-from nano_loop.patching.operators import gives_kernels
+from nano_loop.patching.operators import NO_KERNELS, gives_kernels
 from nano_loop.policy.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
 from nano_loop.precision.autocast.frozen_weights import remark_on_integers
 from nano_loop.runtime.objects.report import StepResult, duration
@@ -94,8 +94,7 @@ def reason_against(options: Options, machine: Machine) -> SkipReason | None:
     if in_bf16 and not machine.has_fast_bf16:
         return SkipReason("no_bf16_instructions", "fp32, since this CPU has no bf16 instructions")
     if not gives_kernels():
-        expected = f"torch {torch.__version__} does not expose the kernels of operators; 2.9 and later do"
-        return SkipReason("old_torch", f"fp32, since {expected}")
+        return SkipReason("old_torch", f"fp32, since {NO_KERNELS}")
     if in_bf16 and product.KERNEL.unavailable is not None:
         return SkipReason("no_kernel", f"fp32, since {for_report(product.KERNEL.unavailable)}")
     return None

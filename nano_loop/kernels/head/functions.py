@@ -310,20 +310,8 @@ def _loss(
 
 _REARRANGED = dict.fromkeys(
     (
-        "transpose",
-        "swapaxes",
-        "permute",
-        "movedim",
-        "unsqueeze",
-        "squeeze",
-        "flatten",
-        "view",
-        "reshape",
-        "select",
-        "narrow",
-        "split",
-        "chunk",
-        "unbind",
+        *("transpose", "swapaxes", "permute", "movedim", "unsqueeze", "squeeze", "flatten", "view", "reshape"),
+        *("select", "narrow", "split", "chunk", "unbind"),
     ),
     _rearranged,
 )
