@@ -524,6 +524,21 @@ def test_products_are_fp32_where_steps_are_faster_without_rounding(clock, models
 
 
 @either
+def test_next_run_starts_in_fp32_unless_its_steps_take_longer(clock, monkeypatch, precision):
+    saved = Choices(None)
+    monkeypatch.setattr(trial, "choices_for", lambda machine: saved)
+    trained_by(clock, precision, lambda users: 1.05 if users else 1.0)
+    used, report = trained_by(clock, precision, lambda users: 1.05 if users else 1.0)
+    assert used == [1] + [0] * (len(used) - 1)
+    last = [result for result in report.results if result.name == "precision"][-1]
+    assert (last.status, last.code) == ("measured", "slower")
+    used, report = trained_by(clock, precision, lambda users: 2.0 if users else 2.1)  # larger batches
+    assert used[:20] == [1] + [0] * 4 + [1] * 15
+    assert used[-5:] == [1] * 5
+    assert [result.status for result in report.results if result.name == "precision"] == ["applied"]
+
+
+@either
 def test_products_round_where_steps_are_as_slow_in_fp32(clock, precision):
     used, report = trained_by(clock, precision, lambda users: 1.0 if users else 0.98)
     assert used.count(0) == module.ROUNDS
