@@ -108,7 +108,8 @@ class Products(Step):
     accumulate and return fp32. torch computes products that are too small to gain. Since a replacement takes some
     microseconds to detect this, after some steps it no longer checks products that are smaller than all that round, and
     torch's kernels are restored for kinds of which none rounds. Then steps alternate between fp32 and bf16, and if
-    fp32 is faster, all of torch's kernels are restored; in later runs, from the second step on. Steps that require a closure, as of LBFGS, compute in fp32.
+    fp32 is faster, all of torch's kernels are restored; later runs start in fp32. Steps that require a closure, as of
+    LBFGS, compute in fp32.
     """
 
     name = "precision"

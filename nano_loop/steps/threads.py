@@ -3,8 +3,8 @@
 torch counts the machine's cores and ignores cgroup quotas. In a container that may use 2 of 64 CPUs, its 64 threads
 wait for each other most of the time (xgboost#7653 measured 28 s instead of 0.3 s).
 
-With ``num_threads="auto"``, steps of the loop show whether one thread is faster than several. Without a number, they are
-asked if other programs use the CPUs: threads of a step wait for each other.
+With ``num_threads="auto"``, steps of the loop show whether one thread is faster than several; by default only if other
+programs use the CPUs in the first steps.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Threads(Step):
     @override
     def final_result(self) -> StepResult | None:
         if self._trial is not None and self._trial.medians:
-            return StepResult("cpu_waits", "measured", f"other programs used the CPUs; threads: {_outcome(self._trial)}")
+            detail = f"other programs used the CPUs; threads: {_outcome(self._trial)}"
+            return StepResult("cpu_waits", "measured", detail)
         if self._waits is None or time.monotonic() - self._began < _LONG:
             return None
         share = self._waits.share()

@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 import nano_loop
 from nano_loop import TorchNano, nano
 from nano_loop.autotune import tuner
+from nano_loop.autotune.choices import Choices
 from nano_loop.kernels import override
 from nano_loop.kernels.linear import product
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.patch_table import users
 from nano_loop.policy.product_precision import CONVOLUTION, LSTM, PRODUCT, Policy
+from nano_loop.runtime import trial
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import products as module
 
