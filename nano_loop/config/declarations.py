@@ -251,7 +251,8 @@ class Declarations:
         None,
         checks.num_threads,
         'Sets the compute threads of each process. `None`: one per physical core. `"auto"`: one thread instead, if it '
-        "is 10% faster in steps of the loop; with `exact`, and with several processes, as `None`.",
+        "is 10% faster in steps of the loop, which `None` tries only if other programs use the CPUs in the first 20 "
+        "steps. With `exact`, and with several processes, the number does not change.",
         needs=_CPUS,
     )
     fast_images: bool | Literal["auto"] = step(

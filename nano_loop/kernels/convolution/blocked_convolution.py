@@ -4,8 +4,8 @@ The C function (``convolution.c``) rounds images in NHWC to bf16 without extra c
 gradient of a convolution, as a convolution of the output gradient with the flipped kernel, unless the kernel has
 several positions and a stride.
 
-oneDNN also rounds the sums to bf16. Biases and their gradients are accumulated in fp32. Images are rounded to bf16 only
-in NHWC: in NCHW, oneDNN is slower in bf16 than in fp32, except for sequences (1-D). Tensors of any layout round to fp16,
+oneDNN also rounds the sums to bf16. Biases and their gradients are accumulated in fp32. Images round to bf16 only in
+NHWC: in NCHW, oneDNN is slower in bf16 than in fp32. Sequences (1-D) round in any layout, and all tensors round to fp16,
 for torch's fp32 kernel.
 """
 
