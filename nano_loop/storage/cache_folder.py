@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import getpass
 import json
 import os
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from nano_loop.errors import NanoError
 from nano_loop.storage.trusted_files import opened_folder, read_file, resolved, write_file
 
 _MOST_BYTES = 1 << 25  # maximum size of a JSON file
+_LONGEST_WAIT = 1.0  # seconds, since a process may have been stopped
 
 
 def cache_path() -> Path | None:
@@ -78,6 +81,17 @@ class JsonFile:
             return {}
         return content if isinstance(content, dict) and content.get("format") == self._version else {}
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude the bodies of other processes that also call this, if the folder can be locked in a second."""
+        with ExitStack() as stack:
+            with suppress(OSError, NanoError):
+                folder = None if self._path is None else stack.enter_context(opened_folder(self._path.parent))
+                ends = time.monotonic() + _LONGEST_WAIT
+                while folder is not None and not _took_lock(folder) and time.monotonic() < ends:
+                    time.sleep(0.01)
+            yield
+
     def write(self, content: Mapping[str, Any]) -> None:
         """Replace the file. It does not change if it cannot be written, or JSON does not support the content."""
         if self._path is None:
@@ -86,3 +100,12 @@ class JsonFile:
             text = json.dumps({"format": self._version, **content})
             with opened_folder(self._path.parent) as folder:
                 write_file(self._path.name, folder, text.encode())
+
+
+def _took_lock(folder: int) -> bool:
+    """Take the lock of a folder until its descriptor is closed, unless another process has it."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

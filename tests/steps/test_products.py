@@ -91,6 +91,12 @@ MODELS = {
     "compiled": (perceptron, (96, 64), {"compile": True}, {"product": 6}),
     "batches": (Batched, (8, 40, 48), {}, {"product": 9}),
     "convolutional": (convolutional, (8, 3, 16, 16), IMAGES, {"convolution": 6, "product": 3}),
+    "sequences": (
+        lambda: nn.Sequential(nn.Conv1d(48, 64, 3, stride=2), nn.Tanh(), nn.ConvTranspose1d(64, 32, 2)),
+        (8, 48, 33),
+        {},
+        {"convolution": 4},
+    ),
     "attention": (Attending, (3, 40, 64), {}, {"product": 6, "attention": 2}),
     "causal": (lambda: Attending(True), (3, 40, 64), {}, {"product": 6, "attention": 2}),
     "masked": (lambda: Attending(mask=-torch.rand(40, 40)), (3, 40, 64), {}, {"product": 6, "attention": 2}),
