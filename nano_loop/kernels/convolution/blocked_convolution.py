@@ -5,7 +5,7 @@ gradient of a convolution, as a convolution of the output gradient with the flip
 several positions and a stride.
 
 oneDNN also rounds the sums to bf16. Biases and their gradients are accumulated in fp32. Images round to bf16 only in
-NHWC: in NCHW, oneDNN is slower in bf16 than in fp32. Sequences (1-D) round in any layout, and all tensors round to fp16,
+NHWC: in NCHW, oneDNN is slower in bf16 than in fp32. Sequences (1-D) round in any layout. All tensors round to fp16,
 for torch's fp32 kernel.
 """
 
