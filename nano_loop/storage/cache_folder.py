@@ -17,7 +17,7 @@ from nano_loop.errors import NanoError
 from nano_loop.storage.trusted_files import opened_folder, read_file, resolved, write_file
 
 _MOST_BYTES = 1 << 25  # maximum size of a JSON file
-_LONGEST_WAIT = 1.0  # seconds, since a process may have been stopped
+_TRIES = 100  # to lock a folder in a second: the process that has locked it may have been stopped
 
 
 def cache_path() -> Path | None:
@@ -86,9 +86,11 @@ class JsonFile:
         """Exclude the bodies of other processes that also call this, if the folder can be locked in a second."""
         with ExitStack() as stack:
             with suppress(OSError, NanoError):
-                folder = None if self._path is None else stack.enter_context(opened_folder(self._path.parent))
-                ends = time.monotonic() + _LONGEST_WAIT
-                while folder is not None and not _took_lock(folder) and time.monotonic() < ends:
+                folder = -1 if self._path is None else stack.enter_context(opened_folder(self._path.parent))
+                for _ in range(_TRIES):
+                    with suppress(BlockingIOError):
+                        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
                     time.sleep(0.01)
             yield
 
@@ -100,12 +102,3 @@ class JsonFile:
             text = json.dumps({"format": self._version, **content})
             with opened_folder(self._path.parent) as folder:
                 write_file(self._path.name, folder, text.encode())
-
-
-def _took_lock(folder: int) -> bool:
-    """Take the lock of a folder until its descriptor is closed, unless another process has it."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -56,7 +56,7 @@ def test_processes_that_save_at_the_same_time_keep_the_choices_of_each_other(tmp
 
 
 def test_save_does_not_wait_for_a_process_that_was_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_folder, "_LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(cache_folder, "_TRIES", 5)
     choices = Choices(tmp_path / "choices.json")
     choices.put("a", FASTER)
     descriptor = os.open(tmp_path, os.O_RDONLY)
