@@ -84,9 +84,12 @@ class JsonFile:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Exclude the bodies of other processes that also call this, if the folder can be locked in a second."""
+        if self._path is None:
+            yield
+            return
         with ExitStack() as stack:
             with suppress(OSError, NanoError):
-                folder = -1 if self._path is None else stack.enter_context(opened_folder(self._path.parent))
+                folder = stack.enter_context(opened_folder(self._path.parent))
                 for _ in range(_TRIES):
                     with suppress(BlockingIOError):
                         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
