@@ -178,7 +178,7 @@ def test_run_starts_with_what_all_earlier_ones_have_found_where_that_cannot_cost
     assert again.trial.medians == pytest.approx({1: 0.5, MORE: 1.0})
     larger = made(choices, longer=1.0)  # larger batches
     larger.steps(1500, {1: 100.0, MORE: 50.0})
-    assert larger.numbers[:20] == [MORE] + [1] * 4 + [MORE] * 15
+    assert larger.numbers[:20] == [MORE] + [1] * 3 + [MORE] * 16
     assert (larger.trial.setting, larger.trial.measured) == (MORE, 1)
     different = made(choices, longer=1.0)  # which of the two results applies is known by the time of the first steps
     different.steps(20, {1: 0.5, MORE: 1.0})

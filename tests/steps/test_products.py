@@ -541,7 +541,7 @@ def test_next_run_starts_in_fp32_unless_its_steps_take_longer(clock, monkeypatch
     last = [result for result in report.results if result.name == "precision"][-1]
     assert (last.status, last.code) == ("measured", "slower")
     used, report = trained_by(clock, precision, lambda users: 2.0 if users else 2.1)  # larger batches
-    assert used[:20] == [1] + [0] * 4 + [1] * 15
+    assert used[:20] == [1] + [0] * 3 + [1] * 16
     assert used[-5:] == [1] * 5
     assert [result.status for result in report.results if result.name == "precision"] == ["applied"]
 
