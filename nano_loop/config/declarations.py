@@ -252,7 +252,8 @@ class Declarations:
         None,
         checks.num_threads,
         'Sets the compute threads of each process. `None`: one per physical core. `"auto"`: one thread instead, if '
-        "steps of the loop are 10% faster with it; the same as `None` with `exact` or several processes.",
+        "steps of the loop are 10% faster with it, which `None` tries only if other programs use the CPUs in the first "
+        "20 steps. With `exact` or several processes, the number does not change.",
         needs=_CPUS,
     )
     fast_images: bool | Literal["auto"] = step(

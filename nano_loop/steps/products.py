@@ -107,7 +107,8 @@ class Products(Step):
     accumulate and return fp32. torch computes products that are too small to gain. Since a replacement takes some
     microseconds to detect this, after some steps it no longer checks products that are smaller than all that round, and
     torch's kernels are restored for kinds of which none rounds. Then steps alternate between fp32 and bf16, and if
-    fp32 is faster, all of torch's kernels are restored. Steps that require a closure, as of LBFGS, compute in fp32.
+    fp32 is faster, all of torch's kernels are restored; later runs start in fp32. Steps that require a closure, as of
+    LBFGS, compute in fp32.
     """
 
     name = "precision"
@@ -167,6 +168,8 @@ class Products(Step):
         self._subscriptions.callback(self.clock.in_steps(_WATCHES_FROM, self._policy.watch))
         self._subscriptions.callback(self.clock.in_steps(LEARNS_AT, self._learn))
         self._let_round(True)
+        if self._may_measure():
+            self._begin_trial()
         remarks = filter(None, map(remark_on_integers, parts.models))
         return "; ".join([self.options.kind.summary, *dict.fromkeys(remarks)])
 
@@ -179,21 +182,26 @@ class Products(Step):
         is_wanted = bool(self.options.tune_operators) and not self.options.compile
         return is_wanted and self.ranks.size == 1 and self._policy.dtype is torch.bfloat16
 
-    def _learn(self) -> None:
-        cost = self._policy.learn()
-        self._replace_kernels()
-        if not (self._may_measure() and self._may_round()):
-            return
+    def _begin_trial(self) -> None:
+        """Compute in fp32 if earlier runs of these models were faster so. Nothing is measured before `_learn`."""
         trial = self._trial = StepTrial(
             *("rounding", (True, False), self._let_round, self.budget, self.machine),
-            longer=cost,
             settled=self._settle,
             pays=_PAYS,
             wins=_WINS,
             most=ROUNDS,
         )
+        trial.may_measure = False
         self._subscriptions.callback(trial.end)
         self._subscriptions.callback(self.clock.after(trial.note))
+
+    def _learn(self) -> None:
+        cost = self._policy.learn()
+        self._replace_kernels()
+        if self._trial is None or self._trial.medians or not self._may_round():
+            self._subscriptions.close()
+        else:
+            self._trial.longer, self._trial.may_measure = cost, True
 
     def _let_round(self, rounds: bool) -> None:
         """Let products round if they may, or compute all in fp32 for now."""
@@ -202,11 +210,15 @@ class Products(Step):
 
     def _settle(self) -> None:
         """Compute all products in fp32 from now on if steps in fp32 were faster."""
-        if self._trial is not None and not self._trial.setting:
+        assert self._trial is not None
+        if not self._trial.setting:
             self._medians, self._unsure = self._trial.medians, self._trial.unsure
             self._policy.end()
             self._replace_kernels()
-        self._subscriptions.close()
+        if self._trial.may_measure or not self._trial.setting:
+            self._subscriptions.close()
+        else:
+            self._trial.end()  # as in an earlier run: the policy has still to learn
 
     def _may_round(self) -> bool:
         return any(self._policy.may_any_round(kind.name) for kind in self._kinds)
