@@ -1,6 +1,7 @@
 """A run with split batches learns from the witness, an additional process that computes whole batches."""
 
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -54,8 +55,8 @@ class Shared(TorchNano):
         return loop(self)
 
 
-def run_of(loop):
-    run = Shared(**OPTIONS, split_batches=True)
+def run_of(loop, **options):
+    run = Shared(**OPTIONS, split_batches=True, **options)
     found = run.train(loop)
     return found, run.report["split_batches"]
 
@@ -272,12 +273,12 @@ def divided_by_samples(run):
     return (weights(model),)
 
 
-def contrastive(run, *more):
+def contrastive(run, *more, dtype=torch.float64):
     def loss_of(model, batch):
         z = F.normalize(model(batch[0]))
         return F.cross_entropy(z @ z.T, torch.arange(len(z)))
 
-    return fit(run, nn.Sequential(mlp(6, 8, 4), *more), loader_of(*vectors()), loss_of)
+    return fit(run, nn.Sequential(mlp(6, 8, 4), *more).to(dtype), loader_of(*vectors(dtype=dtype)), loss_of)
 
 
 def contrastive_with_dropout(run):
@@ -410,8 +411,8 @@ def words_of(model, batch):
     return (model(x) - y).square()[counted].sum() / counted.sum()
 
 
-def mean_over_words(run):
-    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), words_of)
+def mean_over_words(run, dtype=torch.float64):
+    return fit(run, mlp(6, 8, 1).to(dtype), loader_of(*vectors(dtype=dtype)), words_of)
 
 
 def clamped(run):
@@ -568,6 +569,16 @@ def test_other_losses_are_refused_before_a_second_step(loop):
         run_of(loop)
     assert "nano_loop.share()" in str(raised.value)
     assert_no_process_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [32, "bf16"])
+@pytest.mark.parametrize("loop", [contrastive, mean_over_words])
+def test_other_losses_of_fp32_models_are_refused_and_means_are_not(loop, precision):
+    with pytest.raises(NanoError, match=r"differ by .* from those of whole batches"):
+        run_of(functools.partial(loop, dtype=torch.float32), precision=precision)
+    _, result = run_of(functools.partial(sgd, dtype=torch.float32), precision=precision)
+    assert result.status == "applied"
 
 
 @pytest.mark.slow
