@@ -267,7 +267,7 @@ class SplitBatches:
             raise NanoError(error_message(got, expected, hint))
         return self.weight
 
-    def explain(self, error: RuntimeError | ValueError) -> None:
+    def explain(self, error: Exception) -> None:
         """Extend an error of the loop before its first backward: the rank had only a part of the batch."""
         share = self.share
         if not isinstance(error, NanoError) and self.reduction is None and share is not None and not share.is_whole:

@@ -292,8 +292,11 @@ def norms(run, dtype=torch.float64):
         scheduler.step()
     buffers = [one.double() for kept in (model, average.module) for one in kept.buffers()]
     found = torch.cat([one.flatten() for one in buffers])
-    return weights(model), weights(average), found, torch.tensor(
-        [*losses, *scheduler.get_last_lr()], dtype=torch.float64
+    return (
+        weights(model),
+        weights(average),
+        found,
+        torch.tensor([*losses, *scheduler.get_last_lr()], dtype=torch.float64),
     )
 
 

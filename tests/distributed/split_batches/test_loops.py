@@ -89,7 +89,6 @@ class OfTeam:
     def share(self):
         return self.ranks.context.split.weight / self.ranks.size
 
-
     def close(self):
         self.norms.__exit__(None, None, None)
         self.averaged.close()

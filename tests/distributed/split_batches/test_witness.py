@@ -487,6 +487,18 @@ def of_constant_size(run):
     return fit(run, mlp(6, 8, 1), loader_of(*vectors(36)), loss_of)
 
 
+def of_asserted_size(run):
+    def loss_of(model, batch):
+        assert batch[0].shape == (9, 6)
+        return squares(model, batch)
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors(36)), loss_of)
+
+
+def of_indexed_size(run):
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors(36)), lambda model, batch: squares(model, batch) + batch[1][8, 0])
+
+
 def own_signs(run):
     """The sign of a mean is no mean of signs."""
     return own_gradients(run, torch.sign)
@@ -617,9 +629,12 @@ def test_mixup_is_refused_where_it_draws():
     assert_no_process_is_left()
 
 
-def test_constant_number_of_samples_is_named():
+@pytest.mark.parametrize(
+    "loop", [of_constant_size, *(pytest.param(one, marks=pytest.mark.slow) for one in (of_asserted_size, of_indexed_size))]
+)
+def test_constant_number_of_samples_is_named(loop):
     with pytest.raises((NanoError, NanoWorkerError), match=r"[45] of 9 samples"):
-        run_of(of_constant_size)
+        run_of(loop)
     assert_no_process_is_left()
 
 
