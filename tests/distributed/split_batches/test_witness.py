@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed.small import OPTIONS
 from distributed.split_batches.loops import (
+    BATCH,
     EVEN,
     ODD,
     Plain,
@@ -487,6 +488,44 @@ def of_constant_size(run):
     return fit(run, mlp(6, 8, 1), loader_of(*vectors(36)), loss_of)
 
 
+def centered(run):
+    """The outputs' mean over the last batch is that of the rank's part."""
+    center = [torch.zeros(1, dtype=torch.float64)]
+
+    def loss_of(model, batch):
+        outputs = model(batch[0])
+        loss = F.mse_loss(outputs - center[0], batch[1])
+        center[0] = outputs.detach().mean(0)
+        return loss
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+def queued(run):
+    """A memory bank, to which each rank adds its samples."""
+    queue = [torch.zeros(BATCH, 6, dtype=torch.float64)]
+
+    def loss_of(model, batch):
+        similar = batch[0] @ queue[0].T
+        queue[0] = torch.cat([queue[0], batch[0]])[-BATCH:]
+        return squares(model, batch) + (model(batch[0]) * similar.exp().mean(1, keepdim=True)).mean()
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+def scaled_by_average(run):
+    """Divides by a moving average of the losses of the rank's part."""
+    average = [1.0]
+
+    def loss_of(model, batch):
+        loss = squares(model, batch)
+        scaled = loss / average[0]
+        average[0] = 0.5 * average[0] + 0.5 * float(loss.detach())
+        return scaled
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
 def of_asserted_size(run):
     def loss_of(model, batch):
         assert batch[0].shape == (9, 6)
@@ -615,6 +654,14 @@ def test_losses_that_become_no_means_later_are_warned_of(loop, what):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loop", [centered, queued, scaled_by_average])
+def test_values_of_the_ranks_part_that_the_loop_keeps_are_warned_of(loop):
+    with pytest.warns(NanoWarning, match=r"a loss of .* after the first steps, and of .* with whole batches"):
+        run_of(loop)
+    assert_no_process_is_left()
+
+
+@pytest.mark.slow
 def test_losses_that_stay_means_are_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error", NanoWarning)
@@ -630,7 +677,8 @@ def test_mixup_is_refused_where_it_draws():
 
 
 @pytest.mark.parametrize(
-    "loop", [of_constant_size, *(pytest.param(one, marks=pytest.mark.slow) for one in (of_asserted_size, of_indexed_size))]
+    "loop",
+    [of_constant_size, *(pytest.param(one, marks=pytest.mark.slow) for one in (of_asserted_size, of_indexed_size))],
 )
 def test_constant_number_of_samples_is_named(loop):
     with pytest.raises((NanoError, NanoWorkerError), match=r"[45] of 9 samples"):
