@@ -106,11 +106,10 @@ class Comparison:
         self._forget()
         self._next_losses = None
         told = self._next("backward")
-        if self._is_last:
-            if told is not None and self._draws_as(told):
-                self._next_losses = told["losses"]
+        if told is not None and "file" not in told:  # the last one
+            self._next_losses = told["losses"] if self._draws_as(told) else None
             self._stop(self.why_not)
-            told, self._is_last = None, False
+            told = None
         share = self.split.share
         if self.split.reduction is None and share is not None and not share.is_whole:
             by_rank = self._ranks.gather(([float(loss.detach()) for loss in losses], self.split.sums), REDUCTION)
