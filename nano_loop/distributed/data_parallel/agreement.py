@@ -34,6 +34,7 @@ _DIVIDE = (
     "returns the rows of the index. Or take other batches on each rank, such as "
     "x[nano_loop.global_rank()::nano_loop.world_size()]. Otherwise omit num_processes"
 )
+_DRAW = "Numbers that are drawn must not depend on a rank's own values: draw one for each sample, and select after that"
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -133,7 +134,7 @@ def refuse_divergence(fingerprints: list[Fingerprint], loop: Loop | None = None)
             other = list(ranks.values())[1][0]  # the first one that differs from rank 0
             got = f"{what.format(step=fingerprints[0].steps)}: {values}"
             _, agree = (loop or Loop()).same_steps
-            advice = f"{_ADVICE}. {agree}"
+            advice = f"{_ADVICE}. {_DRAW if what.startswith('states') else agree}"
             raise NanoWorkerError(error_message(got, "all ranks must take the same steps", advice), rank=other)
 
 
