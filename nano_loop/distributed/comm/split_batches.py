@@ -18,11 +18,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from nano_loop.data.random_states import checksum_of_libraries
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.patching.walk import find
 
+#: Each batch is checked until this one, and then one in an interval: some checks take 0.1 ms.
+CHECKED, CHECK_INTERVAL = 100, 10
 #: Name of the exchange in which ranks choose the weight of their losses.
 REDUCTION = "the first backward of a split batch"
 
@@ -119,6 +122,10 @@ class SplitBatches:
     unequal_since : int or None
         The `random_state` at the last delivery, until the ranks have checked that it is equal on all: a single rank may
         have evaluated before, and drawn random numbers.
+    libraries : int or None
+        A checksum of the states of `random` and NumPy at the last delivery; None if it was not taken.
+    draws_several_rows : bool
+        Whether a draw has had several rows for each sample.
     process, thread : int
         The loop's process and thread.
     since_backward : mapping
@@ -134,6 +141,8 @@ class SplitBatches:
     draws: int = 0
     checksum: int = 0
     unequal_since: int | None = None
+    libraries: int | None = None
+    draws_several_rows: bool = False
     process: int = field(default_factory=os.getpid)
     thread: int = field(default_factory=threading.get_ident)
     since_backward: MutableMapping[Any, _Pending] = field(default_factory=WeakKeyDictionary)
@@ -181,6 +190,8 @@ class SplitBatches:
         self.share = share
         self.batches, self.draws = self.batches + 1, 0
         self.unequal_since = None if share is None else random_state()
+        is_checked = self.batches <= CHECKED or self.batches % CHECK_INTERVAL == 0
+        self.libraries = checksum_of_libraries() if is_checked else None
         if self.reduction is None:
             self.sums = batch_sums(batch)
         if share is not None:

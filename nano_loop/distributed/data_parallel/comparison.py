@@ -47,6 +47,7 @@ _WAYS = (
     "Divide a sum of losses by the count of all ranks and by nano_loop.share(), exchange statistics of a batch as "
     "nn.SyncBatchNorm does, or pass split_batches=False: each rank then takes whole batches"
 )
+_CALLS = ". If a dropout gets several batches as one, such as torch.cat([x, x]), call the model for each of them"
 
 
 class Comparison:
@@ -81,6 +82,7 @@ class Comparison:
         self._stepped: dict[int, Optimizer] = {}  # by id
         self.tolerance = _ROUNDED if is_rounded else _TOLERANCE
         self._losses: list[float] = []  # of the whole batch
+        self._has_drawn = False  # whether NumPy or `random` have drawn between a batch and its backward
         self._is_last = False  # whether the witness reports only the losses of the next backward
         self._next_losses: list[float] | None = None  # these, during that backward
         self._last_layers: list[set[int]] = []  # the ids of their parameters
@@ -106,6 +108,7 @@ class Comparison:
         self._forget()
         self._next_losses = None
         told = self._next("backward")
+        self._check_libraries(is_compared=told is not None)
         if told is not None and "file" not in told:  # the last one
             self._next_losses = told["losses"] if self._draws_as(told) else None
             self._stop(self.why_not)
@@ -122,6 +125,15 @@ class Comparison:
         if told is not None and self.tolerance != _ROUNDED:
             self._last_layers, earlier = split_by_depth(losses)
             self._earlier |= earlier
+
+    def _check_libraries(self, *, is_compared: bool) -> None:
+        """Warn if NumPy or `random` have drawn for a batch, first after gradients were compared."""
+        before = self.split.libraries
+        if self._has_drawn or before is None or before == checksum_of_libraries():
+            return
+        self._has_drawn = True
+        if self.compared and not is_compared and self._ranks.rank == 0:
+            warn(error_message("NumPy or random draw for a batch, first after the first step", _DRAWS, _DRAW))
 
     def begin_step(self) -> None:
         """Read the witness's results for a step whose gradients the loop itself has computed; collective, likewise."""
@@ -195,7 +207,7 @@ class Comparison:
             size = math.hypot(*(sizes[place] for place in places))
             ratio = f"by {math.hypot(*(distances[place] for place in places)) / size:.1g}" if size else "from none"
             got = f"gradients of shares that differ {ratio} from those of whole batches, most in {named[worst][0]}"
-            raise NanoError(error_message(got, _RULE, _WAYS))
+            raise NanoError(error_message(got, _RULE, _WAYS + _CALLS * self.split.draws_several_rows))
 
     @staticmethod
     def _draws_as(told: dict[str, Any]) -> bool:

@@ -142,6 +142,7 @@ class RandomDraws:
         if dimension is None or tensor.size(dimension) % share.samples:
             return None
         times = tensor.size(dimension) // share.samples  # of flattened samples, or of heads of an attention
+        split.draws_several_rows |= times > 1
         if share.samples > 1 or site not in self._orders:  # the stride of a dimension of size 1 is arbitrary
             self._orders[site] = order_of(tensor)
         return _Part(dimension, share.start * times, share.total * times, self._orders[site])

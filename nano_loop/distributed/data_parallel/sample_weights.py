@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nano_loop.distributed.comm.split_batches import CHECK_INTERVAL, CHECKED
 from nano_loop.errors import error_message
 from nano_loop.kernels.head.cross_entropy import MEAN
 from nano_loop.patching.torch_private_autograd import dimensions_of, input_shape, output_numel, reduction_of
@@ -36,8 +37,6 @@ _COMBINING = (
 #: Those that combine samples in the first dimension only, and those that add samples there.
 _ALONG_FIRST, _ADDING = ("Softmax", "LogSoftmax", "Logsumexp", "Prod"), ("MeanBackward1", "SumBackward1")
 _MOST_NODES = 64
-#: Each backward is checked until this one, and then one in an interval: a large graph takes 0.1 ms.
-_ALL_UNTIL, _INTERVAL = 100, 10
 #: Maximum number of reductions: a loss with more may be computed sample by sample.
 _MOST_WEIGHTS = 8
 _RULE = "with split_batches, a loss must be a mean or a sum over independent samples in every step"
@@ -94,7 +93,7 @@ class SampleWeights:
         self.take()
         self._later = set()
         self._backwards += 1
-        if not self._checks or (self._backwards > _ALL_UNTIL and self._backwards % _INTERVAL):
+        if not self._checks or (self._backwards > CHECKED and self._backwards % CHECK_INTERVAL):
             return
         nodes = [loss.grad_fn for loss in losses]
         for node, elements, is_mean in reductions(nodes):

@@ -526,6 +526,47 @@ def scaled_by_average(run):
     return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
 
 
+def by_own_optimizer(run):
+    """The loop creates the optimizer, as Hugging Face's Trainer does."""
+    model = mlp(6, 8, 1)
+    run.setup(model)
+    optimizer = by_sgd(model)
+    for x, y in loader_of(*vectors()):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return (weights(model),)
+
+
+def mixed_later(run, shuffled=np.random.permutation):
+    """Mixes samples in an order of NumPy, first in the third step."""
+    steps = [0]
+
+    def loss_of(model, batch):
+        steps[0] += 1
+        order = torch.arange(len(batch[0]))
+        if steps[0] > 2:
+            order = torch.from_numpy(shuffled(len(order)))
+        return squares(model, [0.7 * one + 0.3 * one[order] for one in batch])
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors(36), batch_size=EVEN), loss_of)
+
+
+def mixed_later_by_random(run):
+    return mixed_later(run, lambda count: np.array(random.sample(range(count), count)))
+
+
+def twice_as_one_batch(run):
+    """The rows of dropout's mask are those of all samples, twice."""
+    model = nn.Sequential(mlp(6, 8), nn.Dropout(0.5), mlp(8, 1))
+
+    def loss_of(model, batch):
+        one, other = model(torch.cat([batch[0], batch[0]])).chunk(2)
+        return F.mse_loss(one, batch[1]) + F.mse_loss(other, one)
+
+    return fit(run, model, loader_of(*vectors(36), batch_size=EVEN), loss_of)
+
+
 def of_asserted_size(run):
     def loss_of(model, batch):
         assert batch[0].shape == (9, 6)
@@ -579,7 +620,7 @@ def test_sum_gets_the_weight_of_a_sum(loop, name):
     [
         *(sgd, noisy, decayed, sampling_of_equal_shares, noise_of_equal_shares, tokens_times_samples, padding),
         *(own_gradients, own_gradients_of_two, own_generator_of_equal_shares, scaled_by_libraries, noise_on_gradients),
-        *(noise_of_inputs_and_weights, noise_of_inputs_and_weights_of_unequal_shares),
+        *(noise_of_inputs_and_weights, noise_of_inputs_and_weights_of_unequal_shares, by_own_optimizer),
     ],
 )
 def test_mean_is_compared(loop):
@@ -646,7 +687,12 @@ def test_steps_that_depend_on_the_samples_of_a_rank_are_noticed():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loop", "what"),
-    [(filtered_later, "weights samples differently on each rank"), (hardest_later, "combines samples .* Topk")],
+    [
+        (filtered_later, "weights samples differently on each rank"),
+        (hardest_later, "combines samples .* Topk"),
+        (mixed_later, "NumPy or random draw for a batch, first after the first step"),
+        (mixed_later_by_random, "NumPy or random draw for a batch, first after the first step"),
+    ],
 )
 def test_losses_that_become_no_means_later_are_warned_of(loop, what):
     with pytest.warns(NanoWarning, match=what):
@@ -667,6 +713,12 @@ def test_losses_that_stay_means_are_not_warned_of():
         warnings.simplefilter("error", NanoWarning)
         found, _ = run_of(models_in_turn)
     assert_equal({"": found}, {"": plain(models_in_turn)})
+
+
+@pytest.mark.slow
+def test_dropout_of_several_batches_as_one_is_named():
+    with pytest.raises(NanoError, match=r"differ by .* If a dropout gets several batches as one.*for each of them"):
+        run_of(twice_as_one_batch)
 
 
 @pytest.mark.slow
