@@ -145,7 +145,7 @@ def test_impossible_parameters_are_torchs_error(team, name):
 
 
 class Parting(TorchNano):
-    def train(self, rank, step=0, part=functools.partial(torch.rand, 1)):
+    def train(self, rank, step=0, part=lambda: torch.rand(1)):
         model = mlp(6, 1)
         optimizer = by_sgd(model)
         self.setup(model, optimizer)
