@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from nano_loop.data.random_states import checksum_of_libraries
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import in_backward
@@ -123,7 +122,7 @@ class SplitBatches:
         The `random_state` at the last delivery, until the ranks have checked that it is equal on all: a single rank may
         have evaluated before, and drawn random numbers.
     libraries : int or None
-        A checksum of the states of `random` and NumPy at the last delivery; None if it was not taken.
+        A checksum of the states of `random` and NumPy at the last delivery; None if the loader has not taken it.
     draws_several_rows : bool
         Whether a draw has had several rows for each sample.
     process, thread : int
@@ -168,6 +167,11 @@ class SplitBatches:
         return os.getpid() == self.process and (self.is_here or in_backward())
 
     @property
+    def is_checked(self) -> bool:
+        """Whether checks that take time are due for the last batch."""
+        return self.batches <= CHECKED or self.batches % CHECK_INTERVAL == 0
+
+    @property
     def divided(self) -> Share | None:
         """The share of the batch of which the caller computes a part; None if all ranks compute it whole."""
         return None if self.share is None or self.share.is_whole or not self.is_loops else self.share
@@ -190,8 +194,7 @@ class SplitBatches:
         self.share = share
         self.batches, self.draws = self.batches + 1, 0
         self.unequal_since = None if share is None else random_state()
-        is_checked = self.batches <= CHECKED or self.batches % CHECK_INTERVAL == 0
-        self.libraries = checksum_of_libraries() if is_checked else None
+        self.libraries = None
         if self.reduction is None:
             self.sums = batch_sums(batch)
         if share is not None:
