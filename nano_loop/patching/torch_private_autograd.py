@@ -94,6 +94,25 @@ def reduction_of(node: Any) -> int | None:
     return reduction
 
 
+def input_shape(node: Any) -> tuple[int, ...]:
+    """Return the shape of the first input of a node that has a gradient; empty if there is none."""
+    for function, place in node.next_functions:
+        if function is not None:
+            return tuple(function._input_metadata[place].shape)
+    return ()
+
+
+def dimensions_of(node: Any) -> set[int]:
+    """Return the dimensions of the first input that an operator reduces or sorts; empty if its node saves none."""
+    saved = getattr(node, "_saved_dim", None)
+    saved = getattr(node, "_saved_dims", None) if saved is None else saved
+    dimensions = [saved] if isinstance(saved, int) else saved or ()
+    count = len(input_shape(node))
+    # Negative numbers are saved as unsigned ones.
+    signed = (one - (1 << 64) if one >= 1 << 63 else one for one in dimensions)
+    return {one % count for one in signed} if count else set()
+
+
 def node_number(node: Any) -> int:
     """Return the sequence number of an autograd node."""
     return int(node._sequence_nr())

@@ -316,6 +316,40 @@ def test_request_of_several_processes_is_refused_with_what_works(script):
     assert err.endswith("@nano_loop.nano(num_processes=...).\nit trains\n"), "it is said before the training"
 
 
+SHARED = """
+import torch
+from nano_loop import nano
+from torch.utils.data import DataLoader, TensorDataset
+
+@nano(auto_lr=False)
+def train(model, optimizer, loader):
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return torch.distributed.is_initialized()
+
+torch.manual_seed(0)
+x = torch.randn(23, 3, dtype=torch.float64)
+model = torch.nn.Linear(3, 1, dtype=torch.float64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+has_ranks = train(model, optimizer, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 5, shuffle=True))
+print(has_ranks, train.report["loaders"].status, *model.weight.flatten().tolist())
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_a_decorated_function_share_each_batch_if_the_command_says_so(script):
+    path = script(SHARED)
+    one = ran("--split-batches", path)[1].split()
+    code, out, err = ran("--num-processes", "2", "--split-batches", path)
+    two = out.split()
+    assert code == 0, err
+    assert one[0] == "False"
+    assert two[:2] == ["True", "applied"]
+    assert [*map(float, two[2:])] == pytest.approx([*map(float, one[2:])], rel=1e-12)
+
+
 @pytest.mark.slow
 def test_variables_of_env_install_in_each_python(script):
     path = script(

@@ -37,6 +37,25 @@ FIXED = ["--precision=32", "--num-processes=1", "--num-threads=1", "--no-allocat
 ENDLESS = 100_000_000
 
 
+SHARED = """
+import sys, torch
+from nano_loop import nano
+from torch.utils.data import DataLoader, TensorDataset
+
+@nano(num_processes="auto", split_batches=True, verbose=False)
+def train(model, optimizer, loader):
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+x = torch.rand(8 * int(sys.argv[1]), 8)
+model = torch.nn.Linear(8, 1)
+train(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8))
+print(train.report.options["num_processes"], train.report["tune"].status)
+"""
+
+
 @pytest.fixture
 def tune(tmp_path, monkeypatch, capfd):
     """Return a function that runs the command on a script, and returns its exit code and its output."""
@@ -75,6 +94,29 @@ def test_both_kinds_of_scripts_run_under_each_candidate(tmp_path):
         learnt = [path.read_text() for path in (tmp_path / "cache/nano_loop").glob("operators-*.json")]
         assert any('"tune ' in text for text in learnt) or found["waits"] >= BUSY
     assert "fast_dropout" not in {*found["options"]} - {*found["changes"]}  # from the first script
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_numbers_of_processes_that_share_batches_are_timed_and_the_fastest_is_used(tmp_path):
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "NO_COLOR": "1"}
+    (tmp_path / "train.py").write_text(SHARED)
+    asked = ["--num-processes=auto", "--split-batches", "--seconds=1", "--json"]
+
+    def ran(*arguments):
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+
+    done = ran("-m", "nano_loop", "tune", *asked, "train.py", "200000")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    counts = [row["options"].get("num_processes") for row in found["rows"]]
+    assert 2 in counts
+    assert all(len(row["seconds"]) == 2 for row in found["rows"])
+    used, status = ran("train.py", "3").stdout.split()
+    is_learnt = found["waits"] < BUSY
+    assert status == ("applied" if is_learnt else "skipped")
+    assert int(used) == (found["changes"].get("num_processes", 1) if is_learnt else 1)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from distributed.small import OPTIONS
 from distributed.split_batches.loops import Plain, needs_kernels, weights
+from distributed.split_batches.test_loops import of_team
 from torch.nn import functional as F
 
 from nano_loop import TorchNano
@@ -57,10 +58,22 @@ class Shared(TorchNano):
         return fit(self)
 
 
+def assert_equal(found, plain):
+    for one, expected in zip(found, plain, strict=True):
+        assert (one - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
 @needs_kernels
 def test_graphs_of_pyg_are_shared():
     with warnings.catch_warnings():  # PyG's table of functions by operator is not compared
         warnings.filterwarnings("ignore", r"torch_geometric\.index\.HANDLED_FUNCTIONS")
         shared = Shared(**OPTIONS, split_batches=True).train()
-    for found, expected in zip(shared, fit(Plain()), strict=True):
-        assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert_equal(shared, fit(Plain()))
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 4])
+def test_graphs_of_pyg_are_shared_by_more_ranks(team, size):
+    for found in team(size)(of_team, fit):
+        assert_equal(found, fit(Plain()))

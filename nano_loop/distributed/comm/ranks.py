@@ -246,7 +246,7 @@ class Ranks:
         self.context.split = split = SplitBatches()
         try:
             yield
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, AssertionError, IndexError) as error:
             split.explain(error)
             raise
         finally:

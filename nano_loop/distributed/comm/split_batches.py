@@ -23,6 +23,8 @@ from nano_loop.patching.torch_private import in_functorch
 from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.patching.walk import find
 
+#: Each batch is checked until this one, and then one in an interval: some checks take 0.1 ms.
+CHECKED, CHECK_INTERVAL = 100, 10
 #: Name of the exchange in which ranks choose the weight of their losses.
 REDUCTION = "the first backward of a split batch"
 
@@ -119,6 +121,10 @@ class SplitBatches:
     unequal_since : int or None
         The `random_state` at the last delivery, until the ranks have checked that it is equal on all: a single rank may
         have evaluated before, and drawn random numbers.
+    libraries : int or None
+        A checksum of the states of `random` and NumPy at the last delivery; None if the loader has not taken it.
+    draws_several_rows : bool
+        Whether a draw has had several rows for each sample.
     process, thread : int
         The loop's process and thread.
     since_backward : mapping
@@ -134,6 +140,8 @@ class SplitBatches:
     draws: int = 0
     checksum: int = 0
     unequal_since: int | None = None
+    libraries: int | None = None
+    draws_several_rows: bool = False
     process: int = field(default_factory=os.getpid)
     thread: int = field(default_factory=threading.get_ident)
     since_backward: MutableMapping[Any, _Pending] = field(default_factory=WeakKeyDictionary)
@@ -159,6 +167,11 @@ class SplitBatches:
         return os.getpid() == self.process and (self.is_here or in_backward())
 
     @property
+    def is_checked(self) -> bool:
+        """Whether checks that take time are due for the last batch."""
+        return self.batches <= CHECKED or self.batches % CHECK_INTERVAL == 0
+
+    @property
     def divided(self) -> Share | None:
         """The share of the batch of which the caller computes a part; None if all ranks compute it whole."""
         return None if self.share is None or self.share.is_whole or not self.is_loops else self.share
@@ -181,6 +194,7 @@ class SplitBatches:
         self.share = share
         self.batches, self.draws = self.batches + 1, 0
         self.unequal_since = None if share is None else random_state()
+        self.libraries = None
         if self.reduction is None:
             self.sums = batch_sums(batch)
         if share is not None:
@@ -267,7 +281,7 @@ class SplitBatches:
             raise NanoError(error_message(got, expected, hint))
         return self.weight
 
-    def explain(self, error: RuntimeError | ValueError) -> None:
+    def explain(self, error: Exception) -> None:
         """Extend an error of the loop before its first backward: the rank had only a part of the batch."""
         share = self.share
         if not isinstance(error, NanoError) and self.reduction is None and share is not None and not share.is_whole:

@@ -14,7 +14,7 @@ from torch import nn
 
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.packing import Signature, signature
-from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.ranks import Loop, Ranks
 from nano_loop.distributed.comm.split_batches import random_state
 from nano_loop.distributed.data_parallel import checksums
 from nano_loop.distributed.data_parallel.buckets import NONE
@@ -34,6 +34,7 @@ _DIVIDE = (
     "returns the rows of the index. Or take other batches on each rank, such as "
     "x[nano_loop.global_rank()::nano_loop.world_size()]. Otherwise omit num_processes"
 )
+_DRAW = "Numbers that are drawn must not depend on a rank's own values: draw one for each sample, and select after that"
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -114,8 +115,8 @@ class Fingerprint(NamedTuple):
         return cls(*pickle.loads(content))
 
 
-def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
-    """Raise a `NanoWorkerError` that names the differences and their ranks, if ranks have diverged.
+def refuse_divergence(fingerprints: list[Fingerprint], loop: Loop | None = None) -> None:
+    """Raise a `NanoWorkerError` that names the differences and their ranks, if ranks of a loop have diverged.
 
     `arrived`, `gradients`, `losses`, `weights` and `overlap` may differ. NaN equals NaN.
     """
@@ -132,7 +133,9 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
             )
             other = list(ranks.values())[1][0]  # the first one that differs from rank 0
             got = f"{what.format(step=fingerprints[0].steps)}: {values}"
-            raise NanoWorkerError(error_message(got, "all ranks must take the same steps", _ADVICE), rank=other)
+            _, agree = (loop or Loop()).same_steps
+            advice = f"{_ADVICE}. {_DRAW if what.startswith('states') else agree}"
+            raise NanoWorkerError(error_message(got, "all ranks must take the same steps", advice), rank=other)
 
 
 _COUNTS = attrgetter("purpose", "averagings", "steps", "added_parameters", "shapes", "random_state", "batches")
@@ -221,7 +224,7 @@ class Agreement:
         if split is not None and all(fingerprint.is_undrawn for fingerprint in fingerprints):
             self._ranks.equalize_random_states(AVERAGING, [fingerprint.random_state for fingerprint in fingerprints])
             fingerprints = [one._replace(random_state=fingerprints[0].random_state) for one in fingerprints]
-        refuse_divergence(fingerprints)
+        refuse_divergence(fingerprints, self._ranks.context.loop)
         if compares_work:
             self._note_work([fingerprint.gradients for fingerprint in fingerprints])
         return fingerprints

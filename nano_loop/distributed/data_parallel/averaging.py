@@ -295,7 +295,7 @@ class Averaging:
             return with_closure(args, kwargs, lambda: mean_loss(closure(), self._ranks))
         if not self._all_paused():
             self._settle(optimizer)
-        if self._roots is not None and optimizer in self._at_step and not in_backward():
+        if self._roots is not None and not in_backward():
             self._roots.comparison.before_step(optimizer, are_means=not self._all_paused())
         return None
 
@@ -340,11 +340,15 @@ class Averaging:
         self._waiting |= set(map(id, parameters))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._at_step and not self._forked:
+        if self._forked:
+            return
+        if optimizer in self._at_step:
             self._agreement.steps += 1
-            if self._roots is not None:
-                self._roots.comparison.after_step(optimizer, self._parameters.optimizers)
             self._at_step[optimizer] = self._agreement.averagings
+        elif self._roots is None or not self._is_shared(optimizer):
+            return
+        if self._roots is not None:
+            self._roots.comparison.after_step(optimizer, self._parameters.optimizers)
 
 
 _OWN = "every rank trains its own copy, and only rank 0's is kept"

@@ -35,6 +35,10 @@ _SAME_SUM, _MOST_ROUNDING = 1e-7, 0.05
 _CHANGED, _MOST_CHANGED = 1e-2, 0.25  # of the norm in a step; if rounding explains differences
 _OF_ALL_RANKS = "with split_batches, gradients are those of the whole batch after the backward"
 _COUNT = 'Take the samples of all ranks, such as nano_loop.all_reduce(len(x), reduce_op="sum"), and not len(x)'
+_KEPT = (
+    "with split_batches, values that the loop keeps from a batch, such as a queue or a center, are of the rank's part"
+)
+_GATHER = "Combine them by nano_loop.all_gather(value) or nano_loop.all_reduce(mean), or pass split_batches=False"
 _UNDIVIDED = "random numbers that are not divided"
 _DRAWS = "with split_batches, NumPy and random draw for the rank's part only, and alike on all ranks with equal parts"
 _DRAW = "Draw one value for each sample by torch, or mix samples in collate_fn. If the loop may draw so, ignore this"
@@ -43,6 +47,7 @@ _WAYS = (
     "Divide a sum of losses by the count of all ranks and by nano_loop.share(), exchange statistics of a batch as "
     "nn.SyncBatchNorm does, or pass split_batches=False: each rank then takes whole batches"
 )
+_CALLS = ". If a dropout gets several batches as one, such as torch.cat([x, x]), call the model for each of them"
 
 
 class Comparison:
@@ -77,6 +82,9 @@ class Comparison:
         self._stepped: dict[int, Optimizer] = {}  # by id
         self.tolerance = _ROUNDED if is_rounded else _TOLERANCE
         self._losses: list[float] = []  # of the whole batch
+        self._has_drawn = False  # whether NumPy or `random` have drawn between a batch and its backward
+        self._is_last = False  # whether the witness reports only the losses of the next backward
+        self._next_losses: list[float] | None = None  # these, during that backward
         self._last_layers: list[set[int]] = []  # the ids of their parameters
         self._earlier: set[int] = set()  # the ids of parameters of other layers, in any backward until now
         self.compared, self.rounding = 0, 0.0
@@ -98,7 +106,13 @@ class Comparison:
     def begin_backward(self, losses: Sequence[torch.Tensor]) -> None:
         """Read the witness's results for this backward; collective at the first one of a split batch."""
         self._forget()
+        self._next_losses = None
         told = self._next("backward")
+        self._check_libraries(is_compared=told is not None)
+        if told is not None and "file" not in told:  # the last one
+            self._next_losses = told["losses"] if self._draws_as(told) else None
+            self._stop(self.why_not)
+            told = None
         share = self.split.share
         if self.split.reduction is None and share is not None and not share.is_whole:
             by_rank = self._ranks.gather(([float(loss.detach()) for loss in losses], self.split.sums), REDUCTION)
@@ -112,6 +126,15 @@ class Comparison:
             self._last_layers, earlier = split_by_depth(losses)
             self._earlier |= earlier
 
+    def _check_libraries(self, *, is_compared: bool) -> None:
+        """Warn if NumPy or `random` have drawn for a batch, first after gradients were compared."""
+        before = self.split.libraries
+        if self._has_drawn or before is None or before == checksum_of_libraries():
+            return
+        self._has_drawn = True
+        if self.compared and not is_compared and self._ranks.rank == 0:
+            warn(error_message("NumPy or random draw for a batch, first after the first step", _DRAWS, _DRAW))
+
     def begin_step(self) -> None:
         """Read the witness's results for a step whose gradients the loop itself has computed; collective, likewise."""
         if self._told is not None:  # of a backward that has reached no parameter
@@ -121,6 +144,16 @@ class Comparison:
     def note_losses(self, losses: Sequence[float]) -> None:
         """Record the losses of the batch, computed from all shares."""
         self._losses = [*losses]
+        expected, self._next_losses = self._next_losses, None
+        if expected is None or len(expected) != len(losses):
+            return
+        allowed = self.tolerance * (10 if self.rounding else 1)
+        for one, other in zip(losses, expected, strict=True):
+            is_same = math.isclose(one, other, rel_tol=allowed, abs_tol=1e-3 * allowed)
+            if not is_same and math.isfinite(one + other):
+                got = f"a loss of {one:.6g} after the first steps, and of {other:.6g} with whole batches"
+                warn(error_message(got, _KEPT, _GATHER))
+                return
 
     def drawn(self, number: int) -> Any:
         """Return the shape and order of the n-th random draw of the witness for this batch, if it reports them."""
@@ -158,10 +191,7 @@ class Comparison:
             self.tolerance = _DOUBLE
         wrong = self._wrong_layer([id(parameter) for _, parameter in named], distances, sizes)
         is_off = bool(wrong) or off > self.tolerance * size
-        # Numbers that do not depend on the batch's size, such as mixup's factor, are the same.
-        is_drawn_alike = not told["drawn"] or told["libraries"] == checksum_of_libraries()
-        is_divided = is_drawn_alike and told["random_state"] == random_state()
-        if is_off and not is_divided:
+        if is_off and not self._draws_as(told):
             got = f"gradients of shares that differ from those of whole batches, due to {_UNDIVIDED}"
             warn(error_message(got, _DRAWS, _DRAW))
             self._stop(_UNDIVIDED)
@@ -177,7 +207,16 @@ class Comparison:
             size = math.hypot(*(sizes[place] for place in places))
             ratio = f"by {math.hypot(*(distances[place] for place in places)) / size:.1g}" if size else "from none"
             got = f"gradients of shares that differ {ratio} from those of whole batches, most in {named[worst][0]}"
-            raise NanoError(error_message(got, _RULE, _WAYS))
+            raise NanoError(error_message(got, _RULE, _WAYS + _CALLS * self.split.draws_several_rows))
+
+    @staticmethod
+    def _draws_as(told: dict[str, Any]) -> bool:
+        """Whether the witness has drawn the same random numbers until here.
+
+        Numbers of libraries that do not depend on the batch's size, such as mixup's factor, are the same.
+        """
+        is_drawn_alike = not told["drawn"] or told["libraries"] == checksum_of_libraries()
+        return is_drawn_alike and bool(told["random_state"] == random_state())
 
     def _next(self, kind: str) -> dict[str, Any] | None:
         """Return the witness's report on its next operation, which should be of this kind, or None if it ends."""
@@ -206,7 +245,7 @@ class Comparison:
         NanoError
             If they differ.
         """
-        told = None if self._witness is None else self._next("step")
+        told = None if self._witness is None or self._is_last else self._next("step")
         if told is None or not self.compared or not are_means:
             return
         rates = rates_of([optimizer])
@@ -242,10 +281,13 @@ class Comparison:
         )
 
     def after_step(self, optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> None:
-        """End the witness once all optimizers have stepped."""
+        """Let the witness end after its next losses, once all optimizers have stepped."""
         self._stepped[id(optimizer)] = optimizer
         if self._witness is not None and all(id(one) in self._stepped for one in optimizers):
-            self._stop(self.why_not)
+            if self.compared and not in_backward():
+                self._is_last = True
+            else:
+                self._stop(self.why_not)
 
     def _forget(self) -> None:
         """Let the witness continue."""

@@ -142,45 +142,49 @@ class RandomDraws:
         if dimension is None or tensor.size(dimension) % share.samples:
             return None
         times = tensor.size(dimension) // share.samples  # of flattened samples, or of heads of an attention
+        split.draws_several_rows |= times > 1
         if share.samples > 1 or site not in self._orders:  # the stride of a dimension of size 1 is arbitrary
             self._orders[site] = order_of(tensor)
         return _Part(dimension, share.start * times, share.total * times, self._orders[site])
 
     def _learn(self, site: tuple[int, ...], tensor: Tensor, share: Share, number: int) -> None:
-        """Determine the batch dimension of a tensor, if any. Collective if it may have one."""
-        if not share.is_even:
-            self._sites[site], self._orders[site] = self._compared(tensor, share)
-        elif site not in self._unknown and any(size and size % share.samples == 0 for size in tensor.shape):
-            shape, order = self._ranks.broadcast(self._in_witness(number), what=DRAWING) or ((), ())
-            own = [*tensor.shape]
-            by_batch = [[*own[:i], size * share.size, *own[i + 1 :]] for i, size in enumerate(own)]
-            if shape in (own, *by_batch):
-                self._sites[site] = None if shape == own else by_batch.index(shape)
-                self._orders[site] = tuple(order)
-            else:
-                self._unknown.add(site)
-
-    def _compared(self, tensor: Tensor, share: Share) -> tuple[int | None, tuple[int, ...]]:
-        """Return the dimension in which a tensor has the shares' sizes, or None, and its order. Collective.
+        """Determine the batch dimension of a tensor, if any. Collective at the first draw there.
 
         Raises
         ------
         NanoError
-            If the sizes differ in another way.
+            If the ranks draw tensors of other shapes than their shares explain.
         """
-        drawn_by = self._ranks.gather((tuple(tensor.shape), order_of(tensor)), DRAWING)
-        shapes, order = [shape for shape, _ in drawn_by], drawn_by[0][1]  # no rank has more samples than rank 0
+        if site in self._unknown:
+            return
+        own = [*tensor.shape]
+        may_be_known = share.is_even and any(size and size % share.samples == 0 for size in own)
+        told = self._in_witness(number) if may_be_known else None
+        by_rank = self._ranks.gather((own, order_of(tensor), told), DRAWING)
+        shapes, (_, order, told) = [shape for shape, *_ in by_rank], by_rank[0]  # no rank has more samples than rank 0
+        if not share.is_even:
+            self._sites[site], self._orders[site] = self._compared(shapes, share), order
+            return
+        if any(shape != own for shape in shapes):
+            raise _refusal(shapes, [share.samples] * share.size)
+        shape, order = told or ((), ())
+        by_batch = [[*own[:i], size * share.size, *own[i + 1 :]] for i, size in enumerate(own)]
+        if shape in (own, *by_batch):
+            self._sites[site] = None if shape == own else by_batch.index(shape)
+            self._orders[site] = tuple(order)
+        else:
+            self._unknown.add(site)
+
+    def _compared(self, shapes: list[list[int]], share: Share) -> int | None:
+        """Return the dimension in which the ranks' tensors have the shares' sizes, or None if all are equal."""
         counts = [Share.of(share.total, rank, share.size).samples for rank in range(share.size)]
-        if len(set(shapes)) == 1:
-            return None, order
+        if all(shape == shapes[0] for shape in shapes):
+            return None
         for dimension, size in enumerate(shapes[0]):
             before, behind = shapes[0][:dimension], shapes[0][dimension + 1 :]
-            if shapes == [(*before, size * count / counts[0], *behind) for count in counts]:
-                return dimension, order
-        got = f"ranks with {counts} samples of a batch draw random numbers of the shapes {[*map(list, shapes)]}"
-        allowed = "with split_batches, a draw must have one dimension of these sizes, or the same shape on all ranks"
-        hint = "Draw one row, or one for each of a fixed number of places, for each sample. Or omit split_batches"
-        raise NanoError(error_message(got, allowed, hint))
+            if shapes == [[*before, size * count / counts[0], *behind] for count in counts]:
+                return dimension
+        raise _refusal(shapes, counts)
 
     def _guessed(self, tensor: Tensor, share: Share, is_mask: bool) -> int | None:
         """Return the batch dimension if all ranks have equally many samples, so that sizes do not show it."""
@@ -200,6 +204,16 @@ class RandomDraws:
                 warn(error_message(got, _ALIKE, _PER_SAMPLE))
             self.drawn_alike[line] = None
         return None
+
+
+def _refusal(shapes: list[list[int]], counts: list[int]) -> NanoError:
+    got = f"ranks with {counts} samples of a batch draw random numbers of the shapes {shapes}"
+    allowed = "with split_batches, a draw must have one dimension of these sizes, or the same shape on all ranks"
+    hint = (
+        "Draw one row, or one for each of a fixed number of places, for each sample, and select some of them after "
+        "that; pad sequences instead of packing them before a dropout. Or omit split_batches"
+    )
+    return NanoError(error_message(got, allowed, hint))
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:

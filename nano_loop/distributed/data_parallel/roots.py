@@ -93,7 +93,7 @@ class WeightedRoots:
         self.comparison.begin_backward(losses)
         self._weight = weight = self._split.begin_backward()
         self._roots = [weakref.ref(loss) for loss in losses]
-        self.sample_weights.watch(losses, weight)
+        self.sample_weights.watch(losses, weight, 0 if self._split.share is None else self._split.share.samples)
         roots = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
         gradients = [*grad_tensors] if isinstance(grad_tensors, (list, tuple)) else [grad_tensors] * len(roots)
         if weight == 1 or len(gradients) != len(roots):  # torch raises the error

@@ -2,7 +2,8 @@
 
 It is alone in its run, which starts in the same state, and runs the same function until each optimizer has stepped.
 After each backward, and before a step without one, it sends the losses, and its gradients in a file that rank 0 deletes
-before the next one. `nano_loop.distributed.data_parallel.comparison` compares them.
+before the next one. `nano_loop.distributed.data_parallel.comparison` compares them. Finally it sends the losses of the
+next backward: a loop may keep values of a batch, such as the keys of a queue, for later ones.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Witness(LoaderChange):
         self._stepped: dict[int, Optimizer] = {}  # by id
         self._reports = 0
         self._at_step: dict[int, int] = {}  # reports before the last step, by the optimizer's id
+        self._is_last = False  # whether the next backward is the last one that it reports
         self._losses: list[float] = []
         self._sums: tuple[float, ...] = ()
         self._states: list[Any] | None = None  # random states when the last batch arrived
@@ -108,31 +110,47 @@ class Witness(LoaderChange):
     def _begin(self, tensors: Any, grad_tensors: Any) -> Any:
         if self._is_here:
             self._losses = [float(loss.detach()) for loss in losses_among(tensors)]
+            if self._is_last:
+                self._finish(**self._numbers())
         return grad_tensors
 
     def _end(self) -> None:
         if not self._is_here or not self._parameters.in_order:
             return
+        if self._is_last:  # gradients that the loop has computed itself
+            self._finish(**self._numbers())
         while self._file.exists():
             time.sleep(0.005)
         self._parameters.refresh()
-        _, *others = differing(self._states or process_states(), process_states())
         parameters = self._parameters.in_order
         torch.save([parameter.grad for parameter in parameters], self._file)
         self._report(
             "backward",
-            losses=self._losses,
-            sums=self._sums,
-            random_state=random_state(),
-            drawn=any(others),  # by libraries other than torch
-            libraries=checksum_of_libraries(),
-            draws=self._draws,
-            batches=self._batches,
+            **self._numbers(),
             file=str(self._file),
             parameters=checksums(parameters),
             shapes=[parameter.shape for parameter in parameters],
         )
         self._reports += 1
+
+    def _numbers(self) -> dict[str, Any]:
+        """Return the losses of a backward, and by what the ranks know whether theirs are comparable."""
+        _, *others = differing(self._states or process_states(), process_states())
+        return {
+            "losses": self._losses,
+            "sums": self._sums,
+            "random_state": random_state(),
+            "drawn": any(others),  # by libraries other than torch
+            "libraries": checksum_of_libraries(),
+            "draws": self._draws,
+            "batches": self._batches,
+        }
+
+    def _finish(self, **numbers: Any) -> None:
+        if numbers:
+            self._report("backward", **numbers)
+        self._report("finished")
+        os._exit(0)  # processes that it has started end with it
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Report the step, and before it, gradients that the loop has computed itself without a backward."""
@@ -142,7 +160,7 @@ class Witness(LoaderChange):
         if is_own and is_set_up and any(parameter.grad is not None for parameter in held_by(optimizer)):
             self._losses = []
             self._end()
-        if is_set_up and not in_backward() and closure_of(args, kwargs) is None:
+        if is_set_up and not (in_backward() or self._is_last) and closure_of(args, kwargs) is None:
             rates = rates_of([optimizer])
             norm = norm_of_gradients(held_by(optimizer))
             self._report("step", norm=norm, rates=rates, draws=self._draws, batches=self._batches)
@@ -152,8 +170,9 @@ class Witness(LoaderChange):
             self._stepped[id(optimizer)] = optimizer
             self._at_step[id(optimizer)] = self._reports
             if all(id(one) in self._stepped for one in self._parameters.optimizers):
-                self._report("finished")
-                os._exit(0)  # processes that it has started end with it
+                if in_backward() or not self._reports:
+                    self._finish()
+                self._is_last = True
 
 
 def losses_among(tensors: Any) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, Sampler, Subset
 
-from nano_loop.data.random_states import process_states, reseed, set_process_states
+from nano_loop.data.random_states import checksum_of_libraries, process_states, reseed, set_process_states
 from nano_loop.data.whole_batches import is_supported, leaves_of
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.distributed.sharding.batch_parts import BatchParts
@@ -154,6 +154,8 @@ class _Split(Served):
         else:
             share, checksum = self._shares.popleft()
         split.deliver(self, share, batch, checksum)
+        if split.is_checked:
+            split.libraries = checksum_of_libraries()
         return batch
 
 

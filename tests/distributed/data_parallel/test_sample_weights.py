@@ -8,7 +8,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from nano_loop import NanoWarning
-from nano_loop.distributed.data_parallel.sample_weights import OVER_ALL_RANKS, SampleWeights, combining, reductions
+from nano_loop.distributed.data_parallel.sample_weights import (
+    OVER_ALL_RANKS,
+    SampleWeights,
+    adds_samples,
+    before_layers,
+    combines,
+    reductions,
+)
 
 MODEL = nn.Linear(3, 1)
 TOTAL = 11
@@ -24,8 +31,13 @@ def marked(loss):
     return loss
 
 
-def backward(weights, loss, weight=1.0):
-    weights.watch([loss], weight)
+def rows(losses):
+    """Return vectors with the factors of samples."""
+    return losses[:, None] * torch.arange(1.0, 5.0)
+
+
+def backward(weights, loss, weight, samples):
+    weights.watch([loss], weight, samples)
     loss.backward(torch.full_like(loss, weight))
     return weights.take()
 
@@ -35,7 +47,7 @@ def of_ranks(loss_of, counts=(6, 5), weights=None):
     parts = [2 * count / sum(counts) for count in counts]
     keepers = [weights or SampleWeights(), SampleWeights()]
     return [
-        backward(keeper, loss_of(errors(count, count)), part)
+        backward(keeper, loss_of(errors(count, count)), part, count)
         for keeper, count, part in zip(keepers, counts, parts, strict=True)
     ]
 
@@ -60,6 +72,9 @@ EQUAL = {
     "stacked": lambda e: torch.stack([e.mean(), e[:4].mean()]).sum(),
     "other data": lambda e: e.mean() + errors(4).mean(),
     "off": lambda e: 0 * e.mean(),
+    "mean of vectors": lambda e: (3 * rows(e).mean(0) * torch.arange(4.0)).sum(),
+    "mean of sums": lambda e: rows(e).sum((0, -1)) / len(e),
+    "sum of vectors by count": lambda e: rows(e).sum(-2).mean() / len(e),
 }
 
 
@@ -78,6 +93,9 @@ DIFFERENT = {
     "sum by a constant": lambda e: e.sum() / TOTAL,
     "ratio": lambda e: e.sum() / (e.detach() + 1).sum(),
     "own value": lambda e: e.mean() / e.mean().detach(),
+    "squared mean of vectors": lambda e: rows(e).mean(0).square().sum(),
+    "ratios of sums of vectors": lambda e: (rows(e).sum(-2) / (rows(e.square()).sum(0) + 1)).mean(),
+    "entropy of a mean": lambda e: (rows(e).softmax(1).mean(0, keepdim=True).log() * 0.1).mean(),
     "only one rank's": lambda e: e.mean() + (0.5 * e.sqrt().mean() if len(e) == 6 else 0),
 }
 
@@ -108,12 +126,47 @@ def test_operators_that_combine_samples_later_are_named(loss_of):
     assert "combines samples since the first step, by " in message
 
 
+COMBINED = {
+    "deviation": lambda e: rows(e).std(0).mean(),
+    "norm": lambda e: e.norm(),
+    "probabilities of samples": lambda e: (e.softmax(0) * torch.arange(6.0)).sum(),
+    "turned around": lambda e: (e * e.flip(0)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_operators_whose_factor_was_zero_in_compared_losses_are_named(name):
+    weights = SampleWeights()
+    for factor, is_compared, count in ((0.0, True, 0), (0.0, False, 0), (0.5, False, 1)):
+        by_rank = of_ranks(lambda e, factor=factor: e.mean() + factor * COMBINED[name](e), (6, 6), weights)
+        assert len(warned(weights, by_rank, is_compared=is_compared)) == count
+
+
+WITHIN_ROWS = {
+    "deviation": lambda e: rows(e).std(-1).mean(),
+    "norm": lambda e: F.normalize(rows(e), dim=1)[:, 0].mean(),
+    "best class": lambda e: rows(e).max(1)[0].mean(),
+    "sorted classes": lambda e: rows(e).topk(2)[0].sum(1).mean(),
+    "probabilities of classes": lambda e: rows(e).softmax(1)[:, 0].mean(),
+    "turned around": lambda e: (rows(e) * rows(e).flip(1)).mean(),
+    "clipped": lambda e: torch.maximum(e, torch.tensor(0.3)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN_ROWS)
+def test_operators_within_the_rows_of_samples_combine_none(name):
+    weights = SampleWeights()
+    assert warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights), is_compared=True) == []
+    assert warned(weights, of_ranks(WITHIN_ROWS[name], (6, 6), weights)) == []
+
+
 def test_operators_of_compared_losses_and_of_layers_are_none_of_them():
     weights = SampleWeights()
     assert warned(weights, of_ranks(lambda e: e.topk(3)[0].mean(), (6, 6), weights), is_compared=True) == []
     assert warned(weights, of_ranks(lambda e: e.topk(4)[0].mean(), (6, 6), weights)) == []
     model = nn.Sequential(nn.Linear(3, 4), nn.MaxPool1d(2), nn.Linear(2, 2))
-    assert combining([model(torch.ones(5, 3)).mean().grad_fn]) == set()
+    nodes = before_layers([model(torch.ones(5, 3)).mean().grad_fn])
+    assert not any(combines(node, 5) or adds_samples(node, 5) for node in nodes)
 
 
 def test_nearest_reductions_are_found():

@@ -81,7 +81,8 @@ def test_lists_of_several_dtypes_or_of_many_bytes_are_not_short(team, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "rounds"), [(2, 2000), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 200), (4, 100)))]
+    ("size", "rounds"),
+    [(2, 2000), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 200), (4, 100), (8, 30)))],
 )
 def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, rounds):
     def run(ranks):

@@ -44,17 +44,17 @@ class Plain:
 
 
 class Shared(TorchNano):
-    def train(self, names):
-        return trained(self, names)
+    def train(self, names, **settings):
+        return trained(self, names, **settings)
 
 
-def trained(run, names):
+def trained(run, names, **settings):
     """The results of the loops, by name."""
     results = {}
     for name in names:
         torch.manual_seed(0)
         try:
-            results[name] = LOOPS[name](run)
+            results[name] = LOOPS[name](run, **settings)
         except Exception as error:
             raise AssertionError(name) from error
     return results
@@ -64,10 +64,10 @@ def weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def vectors(count=SAMPLES):
+def vectors(count=SAMPLES, dtype=torch.float64):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(count, 6, generator=generator, dtype=torch.float64)
-    return x, (x.sin().sum(1, keepdim=True) + x[:, :1]).detach()
+    return x.to(dtype), (x.sin().sum(1, keepdim=True) + x[:, :1]).to(dtype)
 
 
 def loader_of(*columns, **settings):
@@ -104,13 +104,13 @@ def squares(model, batch):
     return F.mse_loss(model(x), y)
 
 
-def sgd(run):
-    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), squares)
+def sgd(run, dtype=torch.float64):
+    return fit(run, mlp(6, 8, 1).to(dtype), loader_of(*vectors(dtype=dtype)), squares)
 
 
-def adam(run):
-    model = mlp(6, 8, 1)
-    return fit(run, model, loader_of(*vectors()), squares, torch.optim.Adam(model.parameters(), lr=1e-2))
+def adam(run, dtype=torch.float64):
+    model = mlp(6, 8, 1).to(dtype)
+    return fit(run, model, loader_of(*vectors(dtype=dtype)), squares, torch.optim.Adam(model.parameters(), lr=1e-2))
 
 
 def lbfgs(run, reduction="mean"):
@@ -158,16 +158,16 @@ def padded_to_100(samples):
     return pad_sequence(samples, batch_first=True), pad_sequence(classes, batch_first=True, padding_value=-100)
 
 
-def tagging(run, loss_of):
-    model = Tagger()
+def tagging(run, loss_of, dtype=torch.float64):
+    model = Tagger().to(dtype)
     loader = DataLoader(sentences(), BATCH, shuffle=True, collate_fn=padded_to_100)
     return fit(
         run, model, loader, lambda model, batch: loss_of(model(batch[0]).transpose(1, 2), batch[1]), by_sgd(model, 0.02)
     )
 
 
-def padding(run):
-    return tagging(run, lambda scores, classes: F.cross_entropy(scores, classes))
+def padding(run, dtype=torch.float64):
+    return tagging(run, lambda scores, classes: F.cross_entropy(scores, classes), dtype)
 
 
 def probabilities(run):
@@ -202,14 +202,14 @@ def accumulated_words(run):
     return weights(model), torch.tensor(losses, dtype=torch.float64)
 
 
-def accumulation(run, paused=False):
+def accumulation(run, paused=False, dtype=torch.float64):
     """Accumulate three batches; the rest at the end of an epoch is a short batch, alone or with others."""
-    model = mlp(6, 8, 1)
+    model = mlp(6, 8, 1).to(dtype)
     optimizer = by_sgd(model)
     run.setup(model, optimizer)
     losses = []
     for _ in range(EPOCHS):
-        loader = loader_of(*vectors(SAMPLES + 4))
+        loader = loader_of(*vectors(SAMPLES + 4, dtype))
         for number, (x, y) in enumerate(loader, 1):
             steps = number % 3 == 0 or number == len(loader)
             with run.no_backward_sync(model, enabled=paused and not steps):
@@ -226,13 +226,13 @@ def paused_accumulation(run):
     return accumulation(run, paused=True)
 
 
-def clipping(run):
-    model, norms = mlp(6, 8, 1), []
+def clipping(run, dtype=torch.float64):
+    model, norms = mlp(6, 8, 1).to(dtype), []
 
     def clip():
         norms.append(clip_grad_norm_(model.parameters(), 0.3))
 
-    return *fit(run, model, loader_of(*vectors()), squares, before_step=clip), torch.stack(norms)
+    return *fit(run, model, loader_of(*vectors(dtype=dtype)), squares, before_step=clip), torch.stack(norms)
 
 
 def plateau(run):
@@ -249,6 +249,55 @@ def plateau(run):
 
     result = fit(run, model, loader_of(*vectors()), squares, optimizer, after_step=schedule)
     return *result, torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64)
+
+
+class Images(nn.Module):
+    """Norms of images and of vectors, one of which has a cumulative mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = nn.Sequential(nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU())
+        self.vectors = nn.Sequential(nn.Linear(96, 8, bias=False), nn.BatchNorm1d(8, momentum=None), nn.Tanh())
+        self.head = nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.vectors(self.images(x).flatten(1)))
+
+
+def norms(run, dtype=torch.float64):
+    """A network with batch norms, an average of its weights, and learning rates that change by epoch.
+
+    Epochs end with two samples, which four ranks compute whole: a single one has no variance.
+    """
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(SAMPLES + 1, 2, 6, 6, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(3, (len(x),), generator=generator)
+    model = Images().to(dtype)
+    optimizer = by_sgd(model)
+    run.setup(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.8), use_buffers=True
+    )
+    losses = []
+    for _ in range(EPOCHS):
+        for batch, target in loader_of(x, labels):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch), target)
+            loss.backward()
+            optimizer.step()
+            average.update_parameters(model)
+            losses.append(loss.item())
+        scheduler.step()
+    buffers = [one.double() for kept in (model, average.module) for one in kept.buffers()]
+    found = torch.cat([one.flatten() for one in buffers])
+    return (
+        weights(model),
+        weights(average),
+        found,
+        torch.tensor([*losses, *scheduler.get_last_lr()], dtype=torch.float64),
+    )
 
 
 def two_losses(run):
@@ -600,6 +649,7 @@ LOOPS = {
             two_losses,
             gradient_penalty,
             padding,
+            norms,
         ),
         *(probabilities, accumulated_words, own_gradients, own_count, averages, evaluated_between, streamed),
         *(by_workers, read_ahead, kept, prefetched, trained_in_body, augmented, dropout, noisy_transformer),

@@ -1,5 +1,7 @@
 """Which random numbers are drawn for the whole batch, and the errors of ranks that diverge."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -108,6 +110,22 @@ def test_sizes_that_are_no_shares_are_an_error(team):
     assert all(team(2)(refused))
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [lambda rank: torch.rand(5 + rank), lambda rank: F.dropout(torch.ones(4 + rank, 7))],
+    ids=["numbers", "a mask of packed words"],
+)
+def test_sizes_that_depend_on_a_ranks_values_are_an_error(team, draw):
+    """As of labels that are drawn for the samples of a mask. One rank has as many as samples."""
+
+    def refused(ranks):
+        with pytest.raises(NanoError, match=r"\[4, 4\] samples.*of the shapes \[\[.*select some of them after"):
+            drawn(ranks, 8, lambda count: draw(ranks.rank))
+        return True
+
+    assert all(team(2)(refused))
+
+
 IMPOSSIBLE = {
     "std": lambda: torch.normal(torch.ones(4), -torch.ones(4)),
     "p": lambda: torch.bernoulli(torch.full((4,), 2.0)),
@@ -127,14 +145,14 @@ def test_impossible_parameters_are_torchs_error(team, name):
 
 
 class Parting(TorchNano):
-    def train(self, rank, step=0):
+    def train(self, rank, step=0, part=lambda: torch.rand(1)):
         model = mlp(6, 1)
         optimizer = by_sgd(model)
         self.setup(model, optimizer)
         for number, (x, y) in enumerate(loader_of(*vectors(), batch_size=12)):
             noise = torch.randn(len(x), 1, dtype=torch.float64) if number else 0  # the witness has ended by then
             if (self.global_rank, number) == (rank, step):
-                torch.rand(1)
+                part()
             F.mse_loss(model(x) + noise, y).backward()
             optimizer.step()
 
@@ -144,10 +162,11 @@ def test_rank_that_draws_alone_is_named_and_lines_drawn_alike_are_reported():
     named = r"test_random_draws\.py:\d+ draws random numbers of the shape \[6, 1\]"
     differs = pytest.raises(NanoWorkerError, match="torch's generator differ at step 1")
     with pytest.warns(NanoWarning, match=named), differs as raised:
-        run.train(1, step=1)  # after the common draws
+        run.train(1, step=1, part=functools.partial(torch.manual_seed, 7))  # after the common draws
     assert raised.value.rank == 1
-    with pytest.raises(NanoError, match=r"(?s)rank [01] is in a collective.*rank 1:\n.*torch\.rand\(1\)"):
-        run.train(1)
+    for step in range(2):
+        with pytest.raises(NanoError, match=r"(?s)rank [01] is in a collective.*rank 1:\n.*part\(\)"):
+            run.train(1, step)
     with pytest.warns(NanoWarning, match=named):
         run.train(-1)
     assert run.report["split_batches"].code == "drawn_alike"

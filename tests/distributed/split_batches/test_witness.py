@@ -1,6 +1,7 @@
 """A run with split batches learns from the witness, an additional process that computes whole batches."""
 
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed.small import OPTIONS
 from distributed.split_batches.loops import (
+    BATCH,
     EVEN,
     ODD,
     Plain,
@@ -54,8 +56,8 @@ class Shared(TorchNano):
         return loop(self)
 
 
-def run_of(loop):
-    run = Shared(**OPTIONS, split_batches=True)
+def run_of(loop, **options):
+    run = Shared(**OPTIONS, split_batches=True, **options)
     found = run.train(loop)
     return found, run.report["split_batches"]
 
@@ -272,12 +274,12 @@ def divided_by_samples(run):
     return (weights(model),)
 
 
-def contrastive(run, *more):
+def contrastive(run, *more, dtype=torch.float64):
     def loss_of(model, batch):
         z = F.normalize(model(batch[0]))
         return F.cross_entropy(z @ z.T, torch.arange(len(z)))
 
-    return fit(run, nn.Sequential(mlp(6, 8, 4), *more), loader_of(*vectors()), loss_of)
+    return fit(run, nn.Sequential(mlp(6, 8, 4), *more).to(dtype), loader_of(*vectors(dtype=dtype)), loss_of)
 
 
 def contrastive_with_dropout(run):
@@ -410,8 +412,8 @@ def words_of(model, batch):
     return (model(x) - y).square()[counted].sum() / counted.sum()
 
 
-def mean_over_words(run):
-    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), words_of)
+def mean_over_words(run, dtype=torch.float64):
+    return fit(run, mlp(6, 8, 1).to(dtype), loader_of(*vectors(dtype=dtype)), words_of)
 
 
 def clamped(run):
@@ -486,6 +488,97 @@ def of_constant_size(run):
     return fit(run, mlp(6, 8, 1), loader_of(*vectors(36)), loss_of)
 
 
+def centered(run):
+    """The outputs' mean over the last batch is that of the rank's part."""
+    center = [torch.zeros(1, dtype=torch.float64)]
+
+    def loss_of(model, batch):
+        outputs = model(batch[0])
+        loss = F.mse_loss(outputs - center[0], batch[1])
+        center[0] = outputs.detach().mean(0)
+        return loss
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+def queued(run):
+    """A memory bank, to which each rank adds its samples."""
+    queue = [torch.zeros(BATCH, 6, dtype=torch.float64)]
+
+    def loss_of(model, batch):
+        similar = batch[0] @ queue[0].T
+        queue[0] = torch.cat([queue[0], batch[0]])[-BATCH:]
+        return squares(model, batch) + (model(batch[0]) * similar.exp().mean(1, keepdim=True)).mean()
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+def scaled_by_average(run):
+    """Divides by a moving average of the losses of the rank's part."""
+    average = [1.0]
+
+    def loss_of(model, batch):
+        loss = squares(model, batch)
+        scaled = loss / average[0]
+        average[0] = 0.5 * average[0] + 0.5 * float(loss.detach())
+        return scaled
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
+
+
+def by_own_optimizer(run):
+    """The loop creates the optimizer, as Hugging Face's Trainer does."""
+    model = mlp(6, 8, 1)
+    run.setup(model)
+    optimizer = by_sgd(model)
+    for x, y in loader_of(*vectors()):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return (weights(model),)
+
+
+def mixed_later(run, shuffled=np.random.permutation):
+    """Mixes samples in an order of NumPy, first in the third step."""
+    steps = [0]
+
+    def loss_of(model, batch):
+        steps[0] += 1
+        order = torch.arange(len(batch[0]))
+        if steps[0] > 2:
+            order = torch.from_numpy(shuffled(len(order)))
+        return squares(model, [0.7 * one + 0.3 * one[order] for one in batch])
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors(36), batch_size=EVEN), loss_of)
+
+
+def mixed_later_by_random(run):
+    return mixed_later(run, lambda count: np.array(random.sample(range(count), count)))
+
+
+def twice_as_one_batch(run):
+    """The rows of dropout's mask are those of all samples, twice."""
+    model = nn.Sequential(mlp(6, 8), nn.Dropout(0.5), mlp(8, 1))
+
+    def loss_of(model, batch):
+        one, other = model(torch.cat([batch[0], batch[0]])).chunk(2)
+        return F.mse_loss(one, batch[1]) + F.mse_loss(other, one)
+
+    return fit(run, model, loader_of(*vectors(36), batch_size=EVEN), loss_of)
+
+
+def of_asserted_size(run):
+    def loss_of(model, batch):
+        assert batch[0].shape == (9, 6)
+        return squares(model, batch)
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors(36)), loss_of)
+
+
+def of_indexed_size(run):
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors(36)), lambda model, batch: squares(model, batch) + batch[1][8, 0])
+
+
 def own_signs(run):
     """The sign of a mean is no mean of signs."""
     return own_gradients(run, torch.sign)
@@ -527,7 +620,7 @@ def test_sum_gets_the_weight_of_a_sum(loop, name):
     [
         *(sgd, noisy, decayed, sampling_of_equal_shares, noise_of_equal_shares, tokens_times_samples, padding),
         *(own_gradients, own_gradients_of_two, own_generator_of_equal_shares, scaled_by_libraries, noise_on_gradients),
-        *(noise_of_inputs_and_weights, noise_of_inputs_and_weights_of_unequal_shares),
+        *(noise_of_inputs_and_weights, noise_of_inputs_and_weights_of_unequal_shares, by_own_optimizer),
     ],
 )
 def test_mean_is_compared(loop):
@@ -571,6 +664,16 @@ def test_other_losses_are_refused_before_a_second_step(loop):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", [32, "bf16"])
+@pytest.mark.parametrize("loop", [contrastive, mean_over_words])
+def test_other_losses_of_fp32_models_are_refused_and_means_are_not(loop, precision):
+    with pytest.raises(NanoError, match=r"differ by .* from those of whole batches"):
+        run_of(functools.partial(loop, dtype=torch.float32), precision=precision)
+    _, result = run_of(functools.partial(sgd, dtype=torch.float32), precision=precision)
+    assert result.status == "applied"
+
+
+@pytest.mark.slow
 def test_steps_that_depend_on_the_samples_of_a_rank_are_noticed():
     with pytest.raises(NanoError, match=r"step\(\) with the norm .* unlike after the backward.*all_reduce\(len\(x\)"):
         run_of(divided_by_samples)
@@ -584,11 +687,24 @@ def test_steps_that_depend_on_the_samples_of_a_rank_are_noticed():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loop", "what"),
-    [(filtered_later, "weights samples differently on each rank"), (hardest_later, "combines samples .* Topk")],
+    [
+        (filtered_later, "weights samples differently on each rank"),
+        (hardest_later, "combines samples .* Topk"),
+        (mixed_later, "NumPy or random draw for a batch, first after the first step"),
+        (mixed_later_by_random, "NumPy or random draw for a batch, first after the first step"),
+    ],
 )
 def test_losses_that_become_no_means_later_are_warned_of(loop, what):
     with pytest.warns(NanoWarning, match=what):
         run_of(loop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", [centered, queued, scaled_by_average])
+def test_values_of_the_ranks_part_that_the_loop_keeps_are_warned_of(loop):
+    with pytest.warns(NanoWarning, match=r"a loss of .* after the first steps, and of .* with whole batches"):
+        run_of(loop)
+    assert_no_process_is_left()
 
 
 @pytest.mark.slow
@@ -600,15 +716,25 @@ def test_losses_that_stay_means_are_not_warned_of():
 
 
 @pytest.mark.slow
+def test_dropout_of_several_batches_as_one_is_named():
+    with pytest.raises(NanoError, match=r"differ by .* If a dropout gets several batches as one.*for each of them"):
+        run_of(twice_as_one_batch)
+
+
+@pytest.mark.slow
 def test_mixup_is_refused_where_it_draws():
     with pytest.raises(NanoError, match=r"randperm of the 6 samples that this rank has of 12"):
         run_of(mixup)
     assert_no_process_is_left()
 
 
-def test_constant_number_of_samples_is_named():
+@pytest.mark.parametrize(
+    "loop",
+    [of_constant_size, *(pytest.param(one, marks=pytest.mark.slow) for one in (of_asserted_size, of_indexed_size))],
+)
+def test_constant_number_of_samples_is_named(loop):
     with pytest.raises((NanoError, NanoWorkerError), match=r"[45] of 9 samples"):
-        run_of(of_constant_size)
+        run_of(loop)
     assert_no_process_is_left()
 
 

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from distributed.launch.started import torchrun
 from integrations.lightning.lightning_modules import (
     ADVICE,
     NANO,
@@ -99,13 +100,17 @@ class Exact(Regression):
         return super().loss([each.double() for each in batch])
 
 
-@pytest.mark.skipif(not gives_kernels(), reason="torch does not say which kernel an operator has")
+needs_kernels = pytest.mark.skipif(not gives_kernels(), reason="torch does not say which kernel an operator has")
+ACCUMULATING = {"epochs": 2, "accumulate_grad_batches": 2}
+
+
+@needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "off"), [("SGD", 1e-12), ("Adam", 1e-9)])
 def test_ranks_that_share_each_batch_train_as_one_process(optimizer, off):
     def trained(kind, more):
         module = Exact(optimizer=optimizer).double()
-        module, trainer = fitted(kind, module, loader(7, shuffle=True), accumulate_grad_batches=2, **more)
+        module, trainer = fitted(kind, module, loader(7, shuffle=True), **ACCUMULATING, **more)
         return weights(module), trainer
 
     (expected, plain), (found, nano) = trained(pl.Trainer, PLAIN), trained(Trainer, {**TWO, "split_batches": True})
@@ -114,6 +119,33 @@ def test_ranks_that_share_each_batch_train_as_one_process(optimizer, off):
     assert nano.callback_metrics["val"].item() == pytest.approx(plain.callback_metrics["val"].item(), abs=1e-5)
     assert nano.report["loaders"].status == "applied"
     assert nano.report["split_batches"].status == "applied"
+
+
+OF_TORCHRUN = """
+import torch
+from integrations.lightning.lightning_modules import NANO
+from integrations.lightning.test_launching import ACCUMULATING, Exact, Trainer, fitted, loader, weights
+
+module = Exact(optimizer="SGD").double()
+module, trainer = fitted(Trainer, module, loader(7, shuffle=True), **ACCUMULATING, **NANO, split_batches=True)
+if trainer.is_global_zero:
+    torch.save((weights(module), trainer.world_size), "found.pt")
+"""
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_ranks_of_torchrun_that_share_each_batch_train_as_one_process(tmp_path, size):
+    done = executed(OF_TORCHRUN, tmp_path, *torchrun("--standalone", "--nproc-per-node", size)[1:])
+    assert done.returncode == 0, done.stderr
+    found, ranks = torch.load(tmp_path / "found.pt", weights_only=True)
+    expected = weights(
+        fitted(pl.Trainer, Exact(optimizer="SGD").double(), loader(7, shuffle=True), **ACCUMULATING, **PLAIN)[0]
+    )
+    assert ranks == size
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
 class Failing(Regression):
