@@ -288,11 +288,11 @@ def test_weights_that_the_program_writes_begin_anew():
 @pytest.mark.parametrize("made", ["passed", "before the run", "in the run"])
 def test_averages_of_weights_move_as_in_fp32(made):
     def average_of(model):
-        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     def loop(model, optimizer, average=None):
         average = average or (average_of(model) if made == "in the run" else before)
-        for step in range(8):
+        for step in range(20):
             optimizer.zero_grad()
             loss_of(model, step).backward()
             optimizer.step()
