@@ -164,7 +164,7 @@ def test_rank_that_draws_alone_is_named_and_lines_drawn_alike_are_reported():
     with pytest.warns(NanoWarning, match=named), differs as raised:
         run.train(1, step=2, part=functools.partial(torch.manual_seed, 7))  # after the common draws
     assert raised.value.rank == 1
-    for step in (0, 2):
+    for step in range(2):
         with pytest.raises(NanoError, match=r"(?s)rank [01] is in a collective.*rank 1:\n.*part\(\)"):
             run.train(1, step)
     with pytest.warns(NanoWarning, match=named):
