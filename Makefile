@@ -61,7 +61,7 @@ ANY_TORCH := $(CLUSTERS) $(LIBRARIES) tests/cli tests/cpu $(wildcard tests/distr
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 
 .PHONY: help demo test test-all test-benchmarks test-ray test-ipex test-libraries test-newest lint docs docs-serve docs-options docs-results planted-faults bench bench-overhead clean ready ready-ipex ready-jax test-arm wheel
-.PHONY: test-libraries-2.13 test-libraries-2.8 proof proof-all samples
+.PHONY: test-libraries-2.13 test-libraries-2.8 proof proof-all proof-newest samples
 .NOTPARALLEL:
 
 help:
@@ -75,7 +75,8 @@ help:
 	@echo "make test-newest      run tests of several processes with the wheel and the newest dependencies except torch"
 	@echo "make test-arm         run a tenth of the tests on an emulated ARM, with its wheel: needs Debian and Linux 6.7"
 	@echo "make proof            train samples of torch's databases and transformers' architectures, and compare with torch"
-	@echo "make proof-all        the same for all samples in every mode, for days; writes docs/exceptions.md"
+	@echo "make proof-newest     the same with the newest torch and transformers: a download of several GB"
+	@echo "make proof-all        all samples in every mode, with each torch and the kernels of each level, for days; writes docs/exceptions.md"
 	@echo "make planted-faults   plant each fault of tests/planted_faults.py, and check that tests find it"
 	@echo "make lint             run ruff and mypy, and check that imports go downwards"
 	@echo "make docs             build the documentation in site/; make docs-serve shows it while you write"
@@ -123,16 +124,23 @@ test-libraries-2.13 test-libraries-2.8: test-libraries-%:
 	$(if $(filter 3.10,$(VERSION)),$(error The libraries need Python 3.11 or later. Name one: make PYTHON=python3.12 $@))
 	@+$(MAKE) --no-print-directory VENV=.venv-libraries-$* REQUIREMENTS=requirements/libraries-$*.txt TESTS=$(LIBRARIES) test-all
 
-# Samples of other libraries as tests: a fixed share or all of them, with both versions of torch.
+# Samples of other libraries as tests: a fixed share, or all of them with each version of torch, with two threads, and
+# with the kernels of the other levels that this CPU supports.
 SAMPLES = $(MAKE) --no-print-directory VENV=.venv-libraries-$(1) REQUIREMENTS=requirements/libraries-$(1).txt samples
-proof proof-all: export CUDA_VISIBLE_DEVICES :=
-proof proof-all: export HF_HUB_OFFLINE := 1
-proof proof-all: export OMP_WAIT_POLICY := passive
+OTHER_LEVELS = .venv-libraries-2.13/bin/python -c "from nano_loop.cpu import read_machine as machine; \
+    from nano_loop.kernels.compiler import LEVELS; \
+    print(*[level.name for level in LEVELS[1:] if level.instruction_sets <= machine().instruction_sets])"
+proof proof-all proof-newest: export CUDA_VISIBLE_DEVICES :=
+proof proof-all proof-newest: export HF_HUB_OFFLINE := 1
+proof proof-all proof-newest: export OMP_WAIT_POLICY := passive
 proof:
 	@+$(call SAMPLES,2.13)
 proof-all:
-	@+$(call SAMPLES,2.8) ARGS="--all"
 	@+$(call SAMPLES,2.13) ARGS="--all"
+	@+$(call SAMPLES,2.13) ARGS="--all --processes 1 --threads 2"
+	@+for level in $$($(OTHER_LEVELS)); do NANO_LOOP_KERNELS=$$level $(call SAMPLES,2.13) ARGS="--all --elsewhere" || exit 1; done
+	@+$(call SAMPLES,2.8) ARGS="--all --elsewhere"
+	@+$(MAKE) --no-print-directory proof-newest ARGS="--all --elsewhere"
 samples: ready
 	@$(RUN) $(PYTEST) -q tests/proof
 	@PYTHONPATH=tests $(RUN) -m proof $(ARGS)
@@ -142,22 +150,31 @@ WHEELS := dist/.made
 $(WHEELS): $(shell find nano_loop -name "*.py" -o -name "*.[ch]" -o -name "*.json" 2>/dev/null) README.md setup.cfg setup.py
 	@$(MAKE) --no-print-directory wheel
 
-# The newest versions, except for torch: nothing pins them, so they are reinstalled each time. The tests are in a folder
-# without the package's sources, which would be imported instead of the wheel. With other versions:
-# make test-newest PYTHON=python3.13 TORCH=2.12.1 TESTS="--one-of 10 tests/loops tests/kernels"
+# The newest versions of all packages except those named: nothing pins them, so they are reinstalled each time. The tests
+# are in a folder without the package's sources, which would be imported instead of the wheel.
 NEWEST := .venv-newest
+define set_up_newest
+	$(if $(MISSING),$(error $(MISSING)))
+	@"$(PYTHON)" -m venv --clear $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install -qq --progress-bar off $(1) \
+	    "$$(ls dist/*_$$(uname -m).whl dist/*-none-any.whl 2>/dev/null | head -1)[cli]" hypothesis pytest pytest-timeout pytest-xdist
+	@$(NEWEST)/bin/python -m pip freeze
+	@rm -rf build/newest && mkdir -p build/newest && cp -r docs tests setup.cfg build/newest
+endef
+
+# With other versions: make test-newest PYTHON=python3.13 TORCH=2.12.1 TESTS="--one-of 10 tests/loops tests/kernels"
 test-newest: TORCH = $(shell sed -n 's/^torch==//p' requirements/default.txt)
 test-newest: TESTS := $(addprefix tests/distributed/,payload launch launch_local)
 test-newest: export CUDA_VISIBLE_DEVICES :=
 test-newest: export OMP_WAIT_POLICY := passive
 test-newest: $(WHEELS)
-	$(if $(MISSING),$(error $(MISSING)))
-	@"$(PYTHON)" -m venv --clear $(NEWEST)
-	@$(NEWEST)/bin/python -m pip install -qq --progress-bar off torch==$(TORCH) \
-	    "$$(ls dist/*_$$(uname -m).whl dist/*-none-any.whl 2>/dev/null | head -1)[cli]" hypothesis pytest pytest-timeout pytest-xdist
-	@$(NEWEST)/bin/python -m pip freeze
-	@rm -rf build/newest && mkdir -p build/newest && cp -r tests setup.cfg build/newest
+	$(call set_up_newest,torch==$(TORCH))
 	@cd build/newest && ../../$(NEWEST)/bin/$(subst -m,python -m,$(PYTEST)) -m "not slow" $(TESTS) $(ARGS)
+
+# The samples, with the newest torch too, and optionally a share: make proof-newest ARGS="--share 1/60"
+proof-newest: $(WHEELS)
+	$(call set_up_newest,torch transformers expecttest)
+	@cd build/newest && PYTHONPATH=tests ../../$(NEWEST)/bin/python -m proof $(ARGS)
 
 # One test in ten, because emulated programs are tens of times slower. Timings are meaningless there.
 ON_ARM = PYTHON=$(WHEEL_VENV)/bin/python scripts/emulated_arm.sh python3 $(PYTEST) -m "not slow" --one-of 10 \

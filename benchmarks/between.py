@@ -38,7 +38,7 @@ _HEAD = (
     "could save, ms",
     "of the step",
 )
-_HEAD_OF_MODELS = ("model", "a step, ms", "between products, ms", "could save, ms", "of the step", "most of it")
+_HEAD_OF_MODELS = ("model", "step, ms", "between products, ms", "could save, ms", "of the step", "most of it")
 
 
 def rows_of(workload: str, found: Result) -> list[dict[str, Any]]:

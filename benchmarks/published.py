@@ -216,7 +216,7 @@ def split(results: Results) -> str:
         for workload, found in results["split"].items()
         for count, row in found.items()
     ]
-    return table(["", "processes", "ms a step", "over one process (rounds)"], rows)
+    return table(["", "processes", "ms per step", "over one process (rounds)"], rows)
 
 
 def computed(results: Results) -> str:

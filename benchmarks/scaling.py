@@ -123,7 +123,7 @@ def _over_one_process(rounds: list[dict[str, Result]], name: str) -> dict[str, A
 
 def split_table(workload: str, rows: dict[str, dict[str, Any]]) -> str:
     """Return it as a table for the terminal."""
-    lines = [f"\n{workload}, split batches", f"  {'processes':<12}{'ms a step':>11}{'over one process':>27}"]
+    lines = [f"\n{workload}, split batches", f"  {'processes':<12}{'ms per step':>11}{'over one process':>27}"]
     for name, row in rows.items():
         if row["reason"]:
             lines.append(f"  {name:<12}{'–':>11}  {row['reason']}")
@@ -150,7 +150,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=at_least_one, default=1, help="of --split (default: 1)")
     add("--ring", type=float, default=1.3, help="averaging over its bytes at the memory's rate (default: 1.3)")
     add("--memory", type=float, default=200.0, help="GB/s that the memory of all cores moves (default: 200)")
-    add("--minutes", type=float, default=9.5, help="of --split: workloads that come later are left out (default: 9.5)")
+    add("--minutes", type=float, default=9.5, help="of --split: later workloads are omitted (default: 9.5)")
     add("--limit", type=at_least_one, default=300, metavar="SECONDS", help="give a case up after (default: 300)")
     add("--quick", action="store_true", help="small workloads, which only show that it runs")
     add("--output", type=Path, metavar="FILE", help="store the results as JSON")

@@ -6,7 +6,7 @@
     python examples/char_gpt.py --checkpoint gpt.pt            # saves its state in gpt.pt ...
     python examples/char_gpt.py --checkpoint gpt.pt --resume   # ... and continues from there
 
-It needs `pip install "nano-loop[examples]"`. The text comes with Python, so nothing is downloaded. A run may
+It needs `pip install ".[examples]"` in the checkout. The text comes with Python, so nothing is downloaded. A run may
 be killed at any time: if you resume it, it continues as if it had not been interrupted.
 """
 

@@ -6,7 +6,7 @@
     python examples/digits.py --num-processes 2      # two processes, each on half of the cores
     python examples/digits.py --epochs 2 --seed 7
 
-It needs `pip install "nano-loop[examples]"`. The data comes with scikit-learn, so nothing is downloaded.
+It needs `pip install ".[examples]"` in the checkout. The data comes with scikit-learn, so nothing is downloaded.
 """
 
 import argparse

@@ -4,7 +4,8 @@
     python examples/lightning_digits.py --plain                # the same with Lightning's Trainer
     python examples/lightning_digits.py --num-processes 2      # two processes, each on half of the cores
 
-It needs `pip install "nano-loop[examples,lightning]"`. The data comes with scikit-learn, so nothing is downloaded.
+It needs `pip install ".[examples,lightning]"` in the checkout. The data comes with scikit-learn, so nothing is
+downloaded.
 """
 
 import argparse

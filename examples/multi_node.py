@@ -5,7 +5,7 @@
     torchrun --nnodes 2 --node-rank 0 ... examples/multi_node.py    # several hosts: see multi_node.md
 
 nano_loop detects the launcher, so nothing in this file names hosts or ranks. It needs
-`pip install "nano-loop[examples]"`. The data comes with scikit-learn, so nothing is downloaded.
+`pip install ".[examples]"` in the checkout. The data comes with scikit-learn, so nothing is downloaded.
 """
 
 import argparse

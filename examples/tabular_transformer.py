@@ -5,7 +5,7 @@
     python examples/tabular_transformer.py --precision 32 --epochs 5
 
 Each value becomes a token, and attention layers combine the tokens (Gorishniy et al., 2021). It needs
-`pip install "nano-loop[examples]"`. The data comes with scikit-learn, so nothing is downloaded.
+`pip install ".[examples]"` in the checkout. The data comes with scikit-learn, so nothing is downloaded.
 """
 
 import argparse

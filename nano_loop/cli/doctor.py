@@ -98,7 +98,7 @@ def _lines(facts: Mapping[str, Any], findings: list[Finding], styled: Callable[.
         yield from (f"  | {line}" for line in output.rstrip().splitlines())
     yield ""
     if not findings:
-        yield styled("Nothing was found that slows training down.", fg="green")
+        yield styled("Nothing that slows down training was found.", fg="green")
     for finding in findings:
         label = styled("hurts", fg="red") if finding.hurts else styled("note ", fg="yellow")
         yield f"{label}  {styled(finding.id, bold=True)}: {quoted(finding.what, _LONGEST)}"

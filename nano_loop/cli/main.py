@@ -48,7 +48,7 @@ def _run(arguments: Sequence[str]) -> int:
         if arguments[0] == "doctor":
             return _doctor(arguments[1:])
         expected = "nano-loop's command line needs click"
-        return _refused(error_message("click is not installed", expected, 'Run: pip install "nano-loop[cli]"'))
+        return _refused(error_message("click is not installed", expected, 'Run: pip install "click>=8.1"'))
     import click
 
     from nano_loop.cli.app import app

@@ -38,7 +38,7 @@ def profile(script: Script, as_json: bool, trace: str | None) -> None:
     """
     if trace is not None and not os.path.isdir(os.path.dirname(os.path.abspath(trace))):
         raise NanoConfigError(
-            error_message(f"--trace {trace}", "its folder does not exist", "Name a file in one that does")
+            error_message(f"--trace {trace}", "its folder does not exist", "Name a file in a folder that exists")
         )
     environ = {**os.environ, **script.variables}
     # Options from the command line or the environment apply to the script. Without any, it is profiled unchanged.

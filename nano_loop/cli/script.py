@@ -161,7 +161,7 @@ def preload_options(function: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(function)
     def command(jemalloc: bool, tcmalloc: bool, intel_openmp: bool, **others: Any) -> _T:
         if jemalloc and tcmalloc:
-            both = "--jemalloc with --tcmalloc: a process has one allocator"
+            both = "--jemalloc with --tcmalloc: a process can use only one allocator"
             raise click.UsageError(both, click.get_current_context())
         options = {"intel-openmp": intel_openmp, "jemalloc": jemalloc, "tcmalloc": tcmalloc}
         return function(preload=tuple(name for name, wanted in options.items() if wanted), **others)

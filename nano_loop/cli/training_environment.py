@@ -143,7 +143,7 @@ def _refuse_two_allocators(libraries: list[str], environ: Mapping[str, str]) -> 
     allocators = allocators_of(libraries)
     if len(allocators) > 1:
         got = f"{' and '.join(allocators)} (LD_PRELOAD={environ.get('LD_PRELOAD', '')})"
-        raise NanoConfigError(error_message(got, "a process has one allocator", "Remove one of them"))
+        raise NanoConfigError(error_message(got, "a process can use only one allocator", "Remove one of them"))
 
 
 def preloaded(environ: Mapping[str, str]) -> tuple[str, ...]:

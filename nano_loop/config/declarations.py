@@ -115,19 +115,20 @@ class Declarations:
         None,
         checks.num_processes,
         "Runs this many data-parallel processes. `None`: one, or as many as `torchrun`, `srun` or `mpirun` starts. "
-        '`"auto"`, with `split_batches=True`: the number that `nano-loop tune` found to be fastest, or as `None`.',
+        '`"auto"`, with `split_batches=True`: the number that `nano-loop tune` found to be fastest, otherwise `None`.',
     )
     use_ipex: bool = switch(
         False,
-        'Uses the kernels of Intel Extension for PyTorch. Needs torch 2.8 and `pip install "nano-loop[ipex]"`. From '
-        "0.9 to 1.2 times as fast as without; the report says which, once a process has run both.",
+        "Uses the kernels of Intel Extension for PyTorch: `pip install torch==2.8.0 "
+        "intel-extension-for-pytorch==2.8.0`. From 0.9 to 1.2 times as fast as without; the report says which, once a "
+        "process has run both.",
         changes_bits=True,
     )
     distributed_backend: str = option(
         "subprocess",
         checks.distributed_backend,
         'Chooses the launcher of the processes. `"spawn"` is another name for `"subprocess"`. `"ray"`: Ray, on the '
-        'nodes of its cluster; needs `pip install "nano-loop[ray]"`. `"k8s"`: they are started from outside, as by '
+        'nodes of its cluster; needs `pip install "ray>=2.51"`. `"k8s"`: they are started from outside, such as by '
         "torchrun.",
         needs=_SEVERAL,
     )
@@ -201,14 +202,14 @@ class Declarations:
         changes_bits=True,
     )
     fast_activation: bool | Literal["auto"] = step(
-        "Computes tanh, and GELU by tanh, by functions in C for bf16: about three times as fast. Needs torch 2.9 or "
+        "Computes tanh and tanh-approximated GELU of bf16 tensors in C: about three times as fast. Needs torch 2.9 or "
         "later.",
         changes_bits=True,
     )
     fast_convolution: bool | Literal["auto"] = step(
         "Computes gradients of convolutions' weights in blocks by bf16 instructions, in reduced precision: 1.1 to 2.5 "
-        "times as fast as oneDNN, for NHWC images. Needs torch 2.9 and AVX-512; otherwise by plain matrix products "
-        "if oneDNN is slow.",
+        "times as fast as oneDNN, for NHWC images. Needs torch 2.9 and, except for biases, groups and depthwise "
+        "convolutions, AVX-512.",
         changes_bits=True,
     )
     fast_linear: bool | Literal["auto"] = step(
@@ -223,8 +224,8 @@ class Declarations:
         changes_bits=True,
     )
     fast_cross_entropy: bool | Literal["auto"] = step(
-        "Computes cross-entropy over many classes in one pass over the logits, and of a language model's head without "
-        "them: less time, and a fraction of the memory.",
+        "Computes cross-entropy over many classes in one pass over the logits, and that of a language model's head "
+        "without storing them: in less time, and in a fraction of the memory.",
         changes_bits=True,
     )
     fast_embedding: bool | Literal["auto"] = step(
@@ -250,8 +251,9 @@ class Declarations:
     num_threads: int | Literal["auto"] | None = option(
         None,
         checks.num_threads,
-        'Sets the compute threads of each process. `None`: one per physical core. `"auto"`: one thread instead, if it '
-        "is 10% faster in steps of the loop; with `exact`, and with several processes, as `None`.",
+        'Sets the compute threads of each process. `None`: one per physical core. `"auto"`: one thread instead, if '
+        "steps of the loop are 10% faster with it, which `None` tries only if other programs use the CPUs in the first "
+        "20 steps. With `exact` or several processes, the number does not change.",
         needs=_CPUS,
     )
     fast_images: bool | Literal["auto"] = step(
@@ -289,8 +291,8 @@ class Declarations:
     fp32_ops: Collection[str] | os.PathLike[str] = option(  # noqa: RUF009
         (),
         checks.operators_or_safe,
-        "Runs these operators in fp32. `\"safe\"`: those that CUDA's autocast runs in fp32 and the CPU's does not, as "
-        "softmax.",
+        "Runs these operators in fp32. `\"safe\"`: those that CUDA's autocast runs in fp32 and the CPU's does not, "
+        "such as softmax.",
         needs=_AUTOCAST,
     )
     compare_parameters: bool = switch(
@@ -307,8 +309,8 @@ class Declarations:
     worker_init: Callable[[], object] | None = option(  # noqa: RUF009
         None,
         checks.worker_init,
-        "Calls this function in each worker process before it reads the arguments. Workers do not have what your "
-        "program has patched in torch, or registered with it.",
+        "Calls this function in each worker process before it reads the arguments. Workers do not inherit patches of "
+        "torch, or operators registered with it, from your program.",
     )
     timeout: float = option(600.0, checks.seconds, "Limits the seconds that a process waits for another.")
     verbose: bool | Literal["all"] = option(

@@ -41,7 +41,7 @@ REMOVED = {
 
 _PLUGIN = (
     "the plugin was removed, and runs of nano_loop round products",
-    "Write Trainer(precision='bf16-products') or NanoStrategy(precision='bf16-products'), and in Fabric's place "
+    "Write Trainer(precision='bf16-products') or NanoStrategy(precision='bf16-products'), and instead of Fabric "
     "nano_loop.TorchNano(precision='bf16-products')",
 )
 _TUNE = ("it was removed", "Run nano-loop tune train.py, which prints the options to write")

@@ -127,7 +127,7 @@ class Ipex(Step):
             return
         version, here = _version(_DISTRIBUTION), _version("torch")
         replaced = "" if _minor(here) == "2.8" else f", which replaces torch {here} by 2.8.0"
-        advice = f'Omit it, or run pip install "nano-loop[ipex]"{replaced}'
+        advice = f"Omit it, or run pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0{replaced}"
         if not version:
             expected = f"IPEX is not installed, and works with torch 2.8 only (this is torch {here})"
             raise ImportError(error_message(self._request, expected, advice))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_loop.kernels.memory import NHWC
 from nano_loop.patching.operators import Kernel, gives_kernels, overridden
 from nano_loop.patching.ownership import belongs_to_set_up_model
 from nano_loop.patching.patch_table import shared_change, value_in_force
@@ -25,7 +26,6 @@ from nano_loop.patching.torch_private_autograd import in_backward
 
 #: The operators that fill a tensor, except ``bernoulli_.float``, which `nano_loop.kernels.bernoulli` replaces.
 _FILLING = ("uniform_", "normal_", "exponential_")
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 #: The key of the mark in a node's metadata.
 _MARK = "nano_loop: NHWC by channels_last"
 _PERMUTATIONS = frozenset(("PermuteBackward0", "TransposeBackward0"))
@@ -109,13 +109,13 @@ def is_converted(tensor: Tensor) -> bool:
 
 def is_drawn_as_nchw(tensor: Tensor, generator: torch.Generator | None = None) -> bool:
     """Whether a tensor is NHWC because of nano_loop, so that the plain loop draws it in another order."""
-    if tensor.dim() not in _FORMATS or tensor.is_contiguous():
+    if tensor.dim() not in NHWC or tensor.is_contiguous():
         return False
     # Keyed by generator state: a checkpoint redraws from the same state, when less of the graph may be visible.
     orders: dict[int, bool] | None = value_in_force(drawn_as_nchw)
     if orders is None:
         return False
-    if not tensor.is_contiguous(memory_format=_FORMATS[tensor.dim()]) or not belongs_to_set_up_model():
+    if not tensor.is_contiguous(memory_format=NHWC[tensor.dim()]) or not belongs_to_set_up_model():
         return False
     state = hash((generator or torch.default_generator).get_state().numpy().tobytes())
     if in_backward():
@@ -183,7 +183,7 @@ def _noting(original: Kernel | None) -> Callable[..., Tensor]:
 
     def empty_like(keys: torch.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = original(keys, tensor, *args, **kwargs)
-        if _call.is_converted and tensor.dim() in _FORMATS and not made.is_contiguous():
+        if _call.is_converted and tensor.dim() in NHWC and not made.is_contiguous():
             _call.latest = made.data_ptr(), is_converted(tensor)
         return made
 

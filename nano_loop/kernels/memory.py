@@ -20,6 +20,8 @@ from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 #: The layouts of the tensors of a call: contiguous rows; any dense order that is the same for all tensors of the call;
 #: any strides, which the call passes in a structure.
 CONTIGUOUS, DENSE, STRIDED = "contiguous", "dense", "strided"
+#: The memory formats of images and volumes in which the channels of a pixel are contiguous, by number of dimensions.
+NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 _Result = TypeVar("_Result")
 

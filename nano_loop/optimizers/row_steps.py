@@ -111,6 +111,7 @@ def row_step(rule: Rule, tensors: Sequence[Tensor], settings: Mapping[str, Any])
 
 
 def _is_plain(tensor: Tensor) -> bool:
+    # `memory.is_plain` reads the address, which ends the sharing by which writes are detected.
     return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 
@@ -122,17 +123,17 @@ def _adam_by_rows(step: RowStep, count: int) -> None:
     numbers = (decay, 1 - beta1, 1 - beta2, beta2, math.sqrt(1 - beta2**number), settings["eps"])
     size = -(lr / (1 - beta1**number))
     sizes = (count, step.rows.shape[1])
-    KERNEL("adam_rows", *step.tensors, step.rows.marks, *sizes, _sign(settings), *map(float, numbers), size)
+    KERNEL("adam_rows", *step.tensors, step.rows.marks, *sizes, sign(settings), *map(float, numbers), size)
 
 
 def _sgd_by_rows(step: RowStep, count: int) -> None:
     settings, width = step.settings, step.rows.shape[1]
     if settings["momentum"]:
-        numbers = (_sign(settings), settings["momentum"], 1 - settings["dampening"], -settings["lr"])
+        numbers = (sign(settings), settings["momentum"], 1 - settings["dampening"], -settings["lr"])
         is_nesterov = int(settings["nesterov"])
         KERNEL("momentum_rows", *step.tensors, step.rows.marks, count, width, is_nesterov, *map(float, numbers))
     else:
-        call = (*step.rows.listed, count, width, _sign(settings), -float(settings["lr"]))
+        call = (*step.rows.listed, count, width, sign(settings), -float(settings["lr"]))
         KERNEL("sgd_rows", *step.tensors, *call)
 
 
@@ -140,11 +141,12 @@ def _adagrad_by_rows(step: RowStep, count: int) -> None:
     assert step.counter is not None
     settings = step.settings
     rate = settings["lr"] / (1 + (step.counter.item() - 1) * settings["lr_decay"])
-    call = (*step.rows.listed, count, step.rows.shape[1], _sign(settings), float(rate), float(settings["eps"]))
+    call = (*step.rows.listed, count, step.rows.shape[1], sign(settings), float(rate), float(settings["eps"]))
     KERNEL("adagrad_rows", *step.tensors, *call)
 
 
-def _sign(settings: Mapping[str, Any]) -> float:
+def sign(settings: Mapping[str, Any]) -> float:
+    """Return the factor of the gradients in a step."""
     return -1.0 if settings["maximize"] else 1.0
 
 

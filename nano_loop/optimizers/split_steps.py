@@ -20,6 +20,7 @@ from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.memory import DENSE, FLOATS, Pointer
 from nano_loop.optimizers.direct_steps import LEAST_EPS
 from nano_loop.optimizers.narrow_states import in_fp32, keep_narrow, take_back
+from nano_loop.optimizers.row_steps import sign
 from nano_loop.optimizers.split import SplitWeights
 from nano_loop.optimizers.torch_fused_steps import steps_as_torch
 from nano_loop.patching.optimizers import is_dense, laid_out_as, lies_as
@@ -147,7 +148,7 @@ class SplitSteps:
         numbers = (1 - beta1, 1 - beta2, beta2, math.sqrt(1 - beta2**number), eps, -(rate / (1 - beta1**number)))
         flags = (int(eps >= LEAST_EPS),)
         self._call(
-            "adam_step", parameters[place], gradients[place], states, flags, (coupled, _sign(settings), decay, *numbers)
+            "adam_step", parameters[place], gradients[place], states, flags, (coupled, sign(settings), decay, *numbers)
         )
 
     def _call_sgd(self, place: int, lists: Sequence[list[Any]], settings: Mapping[str, Any]) -> None:
@@ -158,7 +159,7 @@ class SplitSteps:
             momenta[place] = torch.empty_like(parameters[place], dtype=self.moments, requires_grad=False)
         state = momenta[place] if momentum else None
         flags = (1, int(is_first), int(settings["nesterov"]))
-        numbers = (settings["weight_decay"], _sign(settings), momentum, share, -float(settings["lr"]))
+        numbers = (settings["weight_decay"], sign(settings), momentum, share, -float(settings["lr"]))
         self._call("sgd_step", parameters[place], gradients[place], [state], flags, numbers)
 
     def _call(
@@ -179,10 +180,6 @@ class SplitSteps:
         sizes = (parameter.numel(), int(is_narrow))
         KERNEL(function, parameter, *halves, gradient, *states, *sizes, key, *flags, *map(float, numbers))
         increment_version([parameter, *(state for state in states if state is not None)])
-
-
-def _sign(settings: Mapping[str, Any]) -> float:
-    return -1.0 if settings["maximize"] else 1.0
 
 
 def _mixed(number: int) -> int:

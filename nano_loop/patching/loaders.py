@@ -34,25 +34,25 @@ class ClassIteration:
 
     Parameters
     ----------
-    stand_in : _StandIn
+    proxy : _LoaderProxy
         The copy of the loader.
     start : callable
         Returns the class's iterator.
     """
 
-    def __init__(self, stand_in: _StandIn, start: Start) -> None:
-        self._stand_in = stand_in
+    def __init__(self, proxy: _LoaderProxy, start: Start) -> None:
+        self._proxy = proxy
         self._start = start
 
     @property
     def is_changed(self) -> bool:
         """Whether the class's batches come from `DataLoader`'s iteration, which is already changed."""
-        return self._stand_in.was_iterated
+        return self._proxy.was_iterated
 
     @property
     def is_reading(self) -> bool:
         """Whether `whole` is currently running the class's code."""
-        return self._stand_in.reading
+        return self._proxy.reading
 
     def start(self) -> Iterator[Any]:
         """Return the class's iterator."""
@@ -60,19 +60,19 @@ class ClassIteration:
 
     def whole(self) -> Iterator[Any]:
         """Yield the class's batches. Its code sees the full length, unless its iteration `is_changed`."""
-        stand_in = self._stand_in
-        stand_in.reading = True
+        proxy = self._proxy
+        proxy.reading = True
         try:
             iterator = self._start()
             while True:
-                stand_in.reading = True
-                batch = next(iterator, stand_in)
-                stand_in.reading = False
-                if batch is stand_in:
+                proxy.reading = True
+                batch = next(iterator, proxy)
+                proxy.reading = False
+                if batch is proxy:
                     return
                 yield batch
         finally:
-            stand_in.reading = False
+            proxy.reading = False
 
 
 class LoaderChange:
@@ -108,10 +108,10 @@ def changed(loader: Loader, change: LoaderChange) -> Iterator[None]:
     """
     key, reference = id(loader), weakref.ref(loader)
     with _loaders_intercepted():
-        if key not in _stand_ins:
-            _stand_ins[key] = _StandIn(loader)
+        if key not in _proxies:
+            _proxies[key] = _LoaderProxy(loader)
         del loader
-        _stand_ins[key].add(change)
+        _proxies[key].add(change)
         try:
             yield
         finally:
@@ -121,13 +121,13 @@ def changed(loader: Loader, change: LoaderChange) -> Iterator[None]:
 def _end_change(key: int, loader: weakref.ref[Loader], change: LoaderChange) -> None:
     if loader() is None:
         # An iteration can outlive its loader (``for x in DataLoader(…)``), so its workers are not stopped.
-        _stand_ins.pop(key, None)
+        _proxies.pop(key, None)
         return
-    stand_in = _stand_ins[key]
-    stand_in.remove(change)
-    if not stand_in.changes:
-        del _stand_ins[key]
-        stop_kept_workers(stand_in.copy)
+    proxy = _proxies[key]
+    proxy.remove(change)
+    if not proxy.changes:
+        del _proxies[key]
+        stop_kept_workers(proxy.copy)
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def _loaders_intercepted() -> Iterator[None]:
         yield
 
 
-class _StandIn:
+class _LoaderProxy:
     """A copy of a loader, with its changes."""
 
     def __init__(self, loader: Loader) -> None:
@@ -230,23 +230,23 @@ class _Finding:
         process, thread = _this_thread()
         self.owner = process, None if in_all_threads else thread
         self._find = find
-        self._stand_ins: Any = WeakIdKeyDictionary()  # `_StandIn` by loader
+        self._proxies: Any = WeakIdKeyDictionary()  # `_LoaderProxy` by loader
 
-    def stand_in(self, loader: Loader) -> _StandIn | None:
+    def proxy(self, loader: Loader) -> _LoaderProxy | None:
         """Return the copy of a loader, looking for a change if it has none yet."""
-        stand_in: _StandIn | None = self._stand_ins.get(loader)
-        if stand_in is None and (change := self._find(loader)) is not None:
-            stand_in = self._stand_ins[loader] = _StandIn(loader)
-            stand_in.add(change)
-        return stand_in
+        proxy: _LoaderProxy | None = self._proxies.get(loader)
+        if proxy is None and (change := self._find(loader)) is not None:
+            proxy = self._proxies[loader] = _LoaderProxy(loader)
+            proxy.add(change)
+        return proxy
 
     def close(self) -> None:
-        for stand_in in self._stand_ins.values():
-            stop_kept_workers(stand_in.copy)
-        self._stand_ins.clear()
+        for proxy in self._proxies.values():
+            stop_kept_workers(proxy.copy)
+        self._proxies.clear()
 
 
-_stand_ins: dict[int, _StandIn] = process_wide("stand-ins of loaders, by loader", {})
+_proxies: dict[int, _LoaderProxy] = process_wide("proxies of loaders, by loader", {})
 
 
 def _this_thread() -> tuple[int, int]:
@@ -261,20 +261,20 @@ def _finding() -> _Finding | None:
     return next((finding for finding in reversed(findings) if finding.owner in owners), None)
 
 
-def _stand_in(loader: Loader) -> _StandIn | None:
-    if id(loader) not in _stand_ins and (finding := _finding()) is not None:
-        implicit = finding.stand_in(loader)
+def _proxy_of(loader: Loader) -> _LoaderProxy | None:
+    if id(loader) not in _proxies and (finding := _finding()) is not None:
+        implicit = finding.proxy(loader)
         if implicit is not None:
             return implicit
-    stand_in = _stand_ins.get(id(loader))
-    return stand_in if stand_in is not None and stand_in.process == os.getpid() else None
+    proxy = _proxies.get(id(loader))
+    return proxy if proxy is not None and proxy.process == os.getpid() else None
 
 
 def _through_copy(original: Callable[[Loader], Iterator[Any]]) -> Callable[[Loader], Iterator[Any]]:
     @functools.wraps(original)
     def iterate(self: Loader) -> Iterator[Any]:
-        stand_in = _stand_in(self)
-        return original(self) if stand_in is None else stand_in.iterate(self, original)
+        proxy = _proxy_of(self)
+        return original(self) if proxy is None else proxy.iterate(self, original)
 
     return iterate
 
@@ -282,10 +282,10 @@ def _through_copy(original: Callable[[Loader], Iterator[Any]]) -> Callable[[Load
 def _through_class(original: Callable[[Loader], Iterator[Any]]) -> Callable[[Loader], Iterator[Any]]:
     @functools.wraps(original)
     def iterate(self: Loader) -> Iterator[Any]:
-        stand_in = _stand_in(self)
-        if stand_in is None or stand_in.reading:  # a subclass called its base class
+        proxy = _proxy_of(self)
+        if proxy is None or proxy.reading:  # a subclass called its base class
             return original(self)
-        return stand_in.iterate_class(self, original)
+        return proxy.iterate_class(self, original)
 
     return iterate
 
@@ -293,14 +293,14 @@ def _through_class(original: Callable[[Loader], Iterator[Any]]) -> Callable[[Loa
 def _changed_length(original: Callable[[Loader], int]) -> Callable[[Loader], int]:
     @functools.wraps(original)
     def length(self: Loader) -> int:
-        stand_in = _stand_in(self)
-        if stand_in is None:
+        proxy = _proxy_of(self)
+        if proxy is None:
             return original(self)
-        before = stand_in.lengths
+        before = proxy.lengths
         length = original(self)
-        if stand_in.lengths != before:
+        if proxy.lengths != before:
             return length  # a subclass called its base class
-        stand_in.lengths += 1
-        return stand_in.length(self, length)
+        proxy.lengths += 1
+        return proxy.length(self, length)
 
     return length

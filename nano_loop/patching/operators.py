@@ -22,6 +22,10 @@ from nano_loop.patching.torch_private_compiler import forget_dispatch, never_com
 Kernel = Callable[..., Any]
 
 
+#: Why something needs kernels that this torch version cannot return; see `gives_kernels`.
+NO_KERNELS = f"torch {torch.__version__} does not expose the kernels of operators; 2.9 and later do"
+
+
 def gives_kernels() -> bool:
     """Whether this torch version can return the kernel of an operator (2.9 and later)."""
     return hasattr(torch.library, "get_kernel")

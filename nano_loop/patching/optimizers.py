@@ -72,6 +72,16 @@ def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
 _StepHook = Callable[[Optimizer, Any, Any], Any]
 
 
+def called_in_turn(functions: Iterable[_StepHook], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Call functions with the arguments of a step, which each may replace. Return the new arguments, or None."""
+    changed = None
+    for function in functions:
+        result = function(optimizer, args, kwargs)
+        if result is not None:
+            changed = args, kwargs = result
+    return changed
+
+
 class _Hook:
     """Calls functions before or after the steps of all optimizers. It is pickled as a hook that does nothing.
 
@@ -85,12 +95,7 @@ class _Hook:
         self.functions: list[_StepHook] = []
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        changed = None
-        for function in [*self.functions]:
-            result = function(optimizer, args, kwargs)
-            if result is not None:
-                changed = args, kwargs = result
-        return changed
+        return called_in_turn([*self.functions], optimizer, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")

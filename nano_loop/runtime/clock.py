@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
+from nano_loop.patching.optimizers import called_in_turn
 
 #: Called with an optimizer and the arguments of its step. Returns None, or replacement arguments.
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
@@ -29,7 +31,7 @@ class StepClock:
     counted nor timed.
 
     A step that raises does not end; the next one starts over. If a class overrides ``step`` and calls its base's
-    ``step``, torch calls the hooks of both. Such a step ends once, with the inner one.
+    ``step``, torch calls the hooks of both. Such a step ends once, with the outer one.
 
     Attributes
     ----------
@@ -54,7 +56,7 @@ class StepClock:
         self._after: tuple[After, ...] = ()
         self._due: dict[object, tuple[int, Callable[[], object]]] = {}
         self._next: float = math.inf  # the smallest step number in `_due`
-        self._open: set[int] = set()  # the ids of optimizers whose steps have begun
+        self._open: dict[int, int] = {}  # the frames that called the hooks of steps that have begun, by optimizer's id
         self._undoing = ExitStack()
 
     @property
@@ -113,19 +115,17 @@ class StepClock:
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Notify subscribers that a step begins. torch uses the return value as the arguments of the step."""
-        self._open.add(id(optimizer))
-        changed = None
-        for function in self._before:
-            result = function(optimizer, args, kwargs)
-            if result is not None:
-                changed = args, kwargs = result
-        return changed
+        key = id(optimizer)
+        if key not in self._open or not _is_called_by(self._open[key]):
+            self._open[key] = id(sys._getframe(1))
+        return called_in_turn(self._before, optimizer, args, kwargs)
 
     def _end(self, optimizer: Optimizer, *_: Any) -> None:
         """Count a step that has ended, and notify subscribers."""
-        if id(optimizer) not in self._open:
+        frame = self._open.get(id(optimizer))
+        if frame is None or _is_called_by(frame):
             return
-        self._open.discard(id(optimizer))
+        del self._open[id(optimizer)]
         if threading.get_ident() == self.thread:
             now = time.perf_counter()
             if not self.steps:
@@ -146,3 +146,17 @@ class StepClock:
                 _, function = self._due.pop(key)
                 function()
         self._next = min((step for step, _ in self._due.values()), default=math.inf)
+
+
+def _is_called_by(caller: int) -> bool:
+    """Whether the frame that called the current hook was called, directly or indirectly, by that with the id `caller`.
+
+    A frame that has returned may have had the id of the hook's own caller.
+    """
+    frame = sys._getframe(2)
+    if id(frame) == caller:
+        return False
+    outer = frame.f_back
+    while outer is not None and id(outer) != caller:
+        outer = outer.f_back
+    return outer is not None

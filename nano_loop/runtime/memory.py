@@ -42,10 +42,10 @@ _BEFORE, _ACTIVATIONS = "libraries and data", "activations"
 _CGROUP = "the cgroup"
 #: What to do about the largest part.
 _HINTS = {
-    "parameters": "Take a smaller model",
+    "parameters": "Use a smaller model",
     "gradients": "Train fewer of the parameters",
-    "states of optimizers": "Take an optimizer with fewer states, or train fewer of the parameters",
-    _ACTIVATIONS: "Take a smaller batch or shorter sequences, or checkpoint the activations",
+    "states of optimizers": "Use an optimizer with fewer states, or train fewer of the parameters",
+    _ACTIVATIONS: "Use a smaller batch, shorter sequences or activation checkpointing",
 }
 
 
@@ -197,7 +197,7 @@ class MemoryWatch:
         if self._limit is not None and now > _FULL * self._limit.most:
             self._limit = self._read_limit()  # other processes may have ended since
             if self._limit is not None and now > _FULL * self._limit.most:
-                raise self._error(f"{where} takes this process to {size(now)} in the first step", self._limit)
+                raise self._error(f"{where} raises this process's memory to {size(now)} in the first step", self._limit)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Predict the peak, which includes the optimizers' states that the first step creates."""
@@ -264,7 +264,7 @@ class MemoryWatch:
             allowed += f", one of {self._ranks.size}"
         expected = f"{allowed}; the parts are {_listed(parts.items())}"
         expected += f"; the largest tensors are {_listed(tensors)}" if tensors else ""
-        more = "let the process have more memory" if limit is None or limit.source == _CGROUP else "raise memory_limit"
+        more = "give the process more memory" if limit is None or limit.source == _CGROUP else "raise memory_limit"
         is_too_low = limit is not None and parts[_BEFORE] > limit.most  # even without the model
         hint = more.capitalize() if is_too_low else f"{_HINTS[max(_HINTS, key=parts.__getitem__)]}, or {more}"
         return NanoMemoryError(error_message(got, expected, hint))

@@ -5,6 +5,7 @@ Every public entry point (`nano_loop.TorchNano`, `nano_loop.nano`, `nano_loop.ac
 
 from __future__ import annotations
 
+import atexit
 import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -165,6 +166,9 @@ class Run:
     def _enter(self, ending: ExitStack) -> None:
         slot = self._slot = ending.enter_context(self._joined)
         ending.callback(self._leave)
+        # A run that the program never leaves ends before the interpreter tears down its objects.
+        atexit.register(self.end)
+        ending.callback(atexit.unregister, self.end)
         ending.callback(_active.pop, self, None)  # not in Python, where Ctrl-C may strike
         _active[self] = None
         accelerated = partial(accelerated_copy, Settings(self.options, slot.machine))
@@ -198,10 +202,7 @@ class Run:
 
     def complete(self) -> Any:
         """Start the run, execute its task, end the run, and return the result of the task."""
-        if self._task is None:
-            raise NanoError(
-                error_message("complete() of a run without a task", "it executes the run's task", "Pass one")
-            )
+        assert self._task is not None
         try:
             with self:
                 return self._task.do(self)
@@ -228,7 +229,7 @@ class Run:
         ).__enter__()
 
     def end(self) -> None:
-        """Undo the remaining changes. Has an effect only if Ctrl-C interrupted the first line of `__exit__`."""
+        """Undo the remaining changes: if Ctrl-C interrupted the first line of `__exit__`, or the program never left."""
         self._ending.__exit__(*sys.exc_info())
 
     def setup(self, model: Any, optimizer: Any = (), *dataloaders: DataLoader[Any]) -> Any:

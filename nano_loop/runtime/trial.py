@@ -31,6 +31,8 @@ _LEAST, _MOST, _USUAL = 3, 8, 9
 #: The extra time that a trial may cost even if other measurements have spent the budget, in usual steps. With the 1.8
 #: steps of these, a hundred steps take less than 3% longer.
 _IN_ADVANCE = 1.0
+#: Steps are those of an earlier run if their times differ by less than this factor.
+_ALIKE = 1.5
 #: A measurement is abandoned after this many steps of other optimizers without one of this optimizer.
 PATIENCE = 64
 
@@ -43,8 +45,10 @@ class StepTrial(Generic[_Setting]):
     The steps of the first optimizer that steps are timed, or of another one if it has not stepped for a long time. The
     extra time of slower steps in the other setting is the cost. A measurement begins and continues while the budget
     covers such a step, or while all of them cost less than one usual step: measurements of operators may have spent the
-    budget of hundreds of steps, which would all have the slower setting. Results are saved for later runs on this
-    machine that step parameters of the same shapes in about the same time.
+    budget of hundreds of steps, which would all have the slower setting.
+
+    Results are saved for later runs on this machine that step parameters of the same shapes in about the same time. If
+    all of these chose the other setting, a run has it from the second step on, until the times of its steps differ.
 
     Parameters
     ----------
@@ -59,7 +63,7 @@ class StepTrial(Generic[_Setting]):
     machine : Machine
         The machine, by which earlier results are looked up.
     longer : float
-        The expected extra time of the first step in the other setting, in units of the usual time.
+        The initial value of the attribute.
     settled : callable, optional
         Called when a setting is chosen.
     present : callable, optional
@@ -78,6 +82,10 @@ class StepTrial(Generic[_Setting]):
         The seconds of a step by setting, from the last measurement. Empty before the first.
     measured : int
         The number of measurements that have ended.
+    may_measure : bool
+        Whether measurements may begin. Results of earlier runs are used in any case.
+    longer : float
+        The expected extra time of the first step in the other setting, in units of the usual time.
     unsure : str
         A remark if other programs used the CPUs during the last measurement, which is then not saved.
     is_under_way : bool
@@ -102,7 +110,8 @@ class StepTrial(Generic[_Setting]):
         self.settings, self._now = settings, settings[0]
         self.is_under_way = False
         self._turns = ExitStack()  # blocks other trials of the thread
-        self._go_on_in, self._budget, self._longer, self._call_settled = take, budget, longer, settled
+        self.may_measure, self.longer = True, longer
+        self._go_on_in, self._budget, self._call_settled = take, budget, settled
         self._present, self._pays, self._wins, self._most = present, pays, wins, most
         self._choices, self._name = choices_for(machine), f"{name} {settings}"
         self._has_ended = False
@@ -136,6 +145,8 @@ class StepTrial(Generic[_Setting]):
                 self._take(seconds)
             elif self._end is not None:
                 self._watch(seconds)
+            else:
+                self._start_as_saved()
             self._end = time.perf_counter()  # exclude the time to change the setting
 
     def end(self) -> None:
@@ -150,6 +161,7 @@ class StepTrial(Generic[_Setting]):
         self._end = None
         self._power: int | None = None  # the power of 2 of the usual time that was last looked up
         self._settled: float | None = None  # the minimum usual time since a measurement
+        self._is_unconfirmed = False  # whether the setting is that of earlier runs, and its time is not known yet
         self._times = self._no_times()
 
     def _is_timed(self, optimizer: Optimizer) -> bool:
@@ -159,6 +171,10 @@ class StepTrial(Generic[_Setting]):
     def _watch(self, seconds: float) -> None:
         """Begin or continue a measurement if there is a reason and time for it."""
         self._recent.append(seconds)
+        if self._is_unconfirmed and len(self._recent) >= _LEAST and self._saved_result(min(self._recent)) is None:
+            self._is_unconfirmed = False
+            self._swap()
+            self._wait()
         if len(self._recent) < _USUAL:
             return
         self._usual = statistics.median(self._recent)
@@ -170,7 +186,7 @@ class StepTrial(Generic[_Setting]):
         known = self._known()
         if known is not None:
             self._settle(*known)
-        elif self._has_time() and not users(turns := ("trial of steps", threading.get_ident())):
+        elif self.may_measure and self._has_time() and not users(turns := ("trial of steps", threading.get_ident())):
             self._turns.enter_context(shared_change(turns, nullcontext))
             self.is_under_way = True
             self._waits = self._waits or Waits()
@@ -192,7 +208,7 @@ class StepTrial(Generic[_Setting]):
 
     def _has_time(self) -> bool:
         times = self._times[self._other]
-        longest = max(times) if times else self._usual * (1 + self._longer)
+        longest = max(times) if times else self._usual * (1 + self.longer)
         left = max(self._budget.left(in_advance=False), _IN_ADVANCE * self._usual - self._spent)
         return left > max(longest - self._usual, 0.0)
 
@@ -223,10 +239,14 @@ class StepTrial(Generic[_Setting]):
 
     def _settle(self, setting: _Setting, medians: dict[_Setting, float]) -> None:
         if setting != self.setting:
-            self.setting, self._other = self._other, self.setting
+            self._swap()
+        self._is_unconfirmed = False
         self.medians, self._settled, self._times = medians, self._usual, self._no_times()
         self._wait()
         self._call_settled()
+
+    def _swap(self) -> None:
+        self.setting, self._other = self._other, self.setting
 
     def _no_times(self) -> dict[_Setting, list[float]]:
         return {setting: [] for setting in self.settings}
@@ -237,18 +257,43 @@ class StepTrial(Generic[_Setting]):
         if self.measured or power == self._power:
             return None
         self._power = power  # look it up only once
-        choice = self._choices.get(self._key())
-        names = {str(setting): setting for setting in self.settings}
-        if choice is None or choice.algorithm not in names or not names.keys() <= choice.milliseconds.keys():
-            return None
-        return names[choice.algorithm], {names[name]: choice.milliseconds[name] / 1e3 for name in names}
+        return self._saved_result(self._usual)
+
+    def _start_as_saved(self) -> None:
+        """Change to the other setting if all earlier runs with these parameters chose it, and it cannot cost much."""
+        settings = {setting for setting, _ in self._saved_results()}
+        if settings == {self._other} and not self.measured and self.longer <= _IN_ADVANCE:
+            self._is_unconfirmed = True
+            self._swap()
+            self._set(self.setting)
+
+    def _saved_result(self, seconds: float) -> tuple[_Setting, dict[_Setting, float]] | None:
+        """Return the saved result in which a step in the present setting took about as long."""
+        results = self._saved_results()
+        distances = [abs(math.log(seconds / times[self._now])) for _, times in results]
+        closest = min(distances, default=math.inf)
+        return results[distances.index(closest)] if closest < math.log(_ALIKE) else None
+
+    def _saved_results(self) -> list[tuple[_Setting, dict[_Setting, float]]]:
+        """Return the better settings and the times that were saved for the shapes of these parameters."""
+        names, prefix = {str(setting): setting for setting in self.settings}, self._prefix()
+        results = []
+        for key, (algorithm, _, milliseconds) in self._choices.all().items():
+            is_complete = algorithm in names and all(milliseconds.get(name, 0.0) > 0 for name in names)
+            if key.startswith(prefix) and is_complete:
+                times = {setting: milliseconds[name] / 1e3 for name, setting in names.items()}
+                results.append((names[algorithm], times))
+        return results
 
     def _key(self) -> str:
         """Return the key of saved results: the shapes of the parameters, and the approximate step time."""
+        _, power = math.frexp(self._usual)
+        return f"{self._prefix()}2^{power} s"
+
+    def _prefix(self) -> str:
         optimizer = None if self._optimizer is None else self._optimizer()
         shapes = repr([tuple(parameter.shape) for parameter in (held_by(optimizer) if optimizer is not None else [])])
-        _, power = math.frexp(self._usual)
-        return f"{self._name} {hashlib.sha256(shapes.encode()).hexdigest()[:16]} 2^{power} s"
+        return f"{self._name} {hashlib.sha256(shapes.encode()).hexdigest()[:16]} "
 
     def _wait(self) -> None:
         """Use the better setting until there is a reason or time to measure."""

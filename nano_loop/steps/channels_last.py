@@ -14,6 +14,7 @@ from typing_extensions import override
 from nano_loop.kernels.bernoulli import same_draws
 from nano_loop.kernels.convolution import pixel_means
 from nano_loop.kernels.drawing_order import drawn_as_nchw, in_call, is_converted, mark
+from nano_loop.kernels.memory import NHWC
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import undone_with
@@ -29,7 +30,6 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects, class_na
 from nano_loop.steps.layout_trial import LayoutTrial
 from nano_loop.steps.step import ABSENT, SkipReason, Step
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 #: The ids of the convolutions of set-up models.
@@ -65,10 +65,10 @@ class ChannelsLast(Step):
         models = _unscripted(parts)
         if parts.models and not models:
             return SkipReason("scripted", "the model is scripted, so its convolutions and views cannot be changed")
-        if not any(map(_takes_images, models)):
+        if not any(map(takes_images, models)):
             return SkipReason("no_images", "the model has no layers for images", ABSENT)
         parameters = itertools.chain.from_iterable(map(parameters_of, models))
-        has_weights = any(not has_shape(parameter) or parameter.dim() in _FORMATS for parameter in parameters)
+        has_weights = any(not has_shape(parameter) or parameter.dim() in NHWC for parameter in parameters)
         if has_weights or self.options.channels_last is True:  # pooling layers take images and have no weights
             return None
         return SkipReason("no_images", "the model has no 4-D or 5-D parameters", ABSENT)
@@ -158,7 +158,7 @@ def _unscripted(parts: TrainingObjects) -> list[nn.Module]:
     return [model for model in parts.models if not isinstance(model, torch.jit.ScriptModule)]
 
 
-def _takes_images(model: nn.Module) -> bool:
+def takes_images(model: nn.Module) -> bool:
     """Whether the name of a layer, or of a function that the model calls, refers to images or volumes."""
     names = [*map(class_name, model.modules()), *names_called(model)]
     return any(word in name.lower() for name in names for word in ("2d", "3d", "convolution", "interpolate", "pixel_"))
@@ -166,7 +166,7 @@ def _takes_images(model: nn.Module) -> bool:
 
 def _converted(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
     """Return the dimensionalities of converted inputs: those of the parameters, or of all images."""
-    formats = frozenset(_FORMATS)
+    formats = frozenset(NHWC)
     return frozenset(parameter.dim() for parameter in shaped(parameters)) & formats or formats
 
 
@@ -177,12 +177,12 @@ def in_channels_last(tensor: Tensor) -> Tensor:
     if tensor.size(1) == 1 and tensor.is_contiguous():
         # A tensor with one channel has both layouts. A convolution returns NHWC only if the strides are NHWC strides.
         return tensor.reshape(tensor.size(0), *tensor.shape[2:], 1).movedim(-1, 1)
-    return tensor.contiguous(memory_format=_FORMATS[tensor.dim()])
+    return tensor.contiguous(memory_format=NHWC[tensor.dim()])
 
 
 def _in_plain_layout(tensor: Tensor) -> Tensor:
     """Convert an output that was computed in NHWC to the layout of the plain loop."""
-    return tensor.contiguous() if tensor.dim() in _FORMATS and _is_nhwc(tensor) else tensor
+    return tensor.contiguous() if tensor.dim() in NHWC and _is_nhwc(tensor) else tensor
 
 
 def _is_nhwc(tensor: Tensor) -> bool:
@@ -245,7 +245,7 @@ def _converting_its_input(forward: Call) -> Call:
         if (
             call_state.accelerated
             and (torch.compiler.is_dynamo_compiling() or id(self) in _converting)
-            and input.dim() in _FORMATS
+            and input.dim() in NHWC
         ):
             converted = in_channels_last(input)
             output = forward(self, converted, *args, **kwargs)
@@ -291,7 +291,7 @@ def _in_nchw_without_gradient(group_norm: Call) -> Call:
         trained = any(tensor is not None and tensor.requires_grad for tensor in (weight, bias))
         without_gradient = trained and not input.requires_grad and torch.is_grad_enabled()
         # A channel stride of 1 means NHWC, also for single pixels, which are contiguous in both layouts.
-        if without_gradient and input.dim() in _FORMATS and input.stride(1) == 1 and input.size(1) > 1:
+        if without_gradient and input.dim() in NHWC and input.stride(1) == 1 and input.size(1) > 1:
             input = input.clone(memory_format=torch.contiguous_format)
         normed: Tensor = group_norm(input, num_groups, weight, bias, *args, **kwargs)
         return normed

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.override import Override
-from nano_loop.patching.operators import gives_kernels
+from nano_loop.patching.operators import NO_KERNELS, gives_kernels
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
@@ -138,8 +138,7 @@ class KernelStep(Step):
         if not (self.required or any(map(kernels.is_for, parts.models))):
             return kernels.not_applicable
         if kernels.calls_torchs_kernels and not gives_kernels():
-            expected = f"torch {torch.__version__} does not expose the kernels of operators; 2.9 and later do"
-            return SkipReason("old_torch", expected)
+            return SkipReason("old_torch", NO_KERNELS)
         reason = kernels.kernel.unavailable if kernels.without_kernel is None else None
         if reason is None:
             return None

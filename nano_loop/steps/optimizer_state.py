@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from nano_loop.errors import NanoConfigError, NanoError, error_message
@@ -18,6 +20,7 @@ from nano_loop.optimizers.split_steps import SplitSteps, why_not
 from nano_loop.optimizers.torch_fused_steps import steps_fused
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with, weakly
+from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.optimizers import closure_of, held_by, with_closure
 from nano_loop.patching.patch_table import entry_set, process_wide
 from nano_loop.patching.torch_private import below_torch_functions
@@ -65,6 +68,11 @@ class OptimizerState(Step):
             self.undoing.callback(self.clock.before(self._before_step))
             self.undoing.callback(self.clock.after(self._after_step))
             self.undoing.enter_context(replaced(Optimizer, "__getstate__", _with_torchs_states))
+            if self._is_split:
+                changed = replaced(
+                    AveragedModel, "update_parameters", functools.partial(_averaging, self.split_weights)
+                )
+                self.undoing.enter_context(changed)
         for optimizer in parts.optimizers:
             self._take(optimizer)
         # Undone first: the fp32 tensors that are created after the run do not fit where smaller blocks were freed.
@@ -135,6 +143,27 @@ def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
             wide.narrow()
 
     return call
+
+
+def _averaging(weights: SplitWeights, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that updates averages of weights in fp32: in bf16, most updates would be lost."""
+
+    @functools.wraps(original)
+    def update_parameters(self: nn.Module, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        averages, trained = (chain(parameters_of(each), buffers_of(each)) for each in (self, model))
+        are_written = {id(tensor): tensor for tensor in averages if tensor.dtype is torch.bfloat16}
+        tensors = [*are_written.values(), *(tensor for tensor in trained if tensor.dtype is torch.bfloat16)]
+        narrow = [(tensor, tensor.data) for tensor in tensors]
+        convert_data(tensors, weights.wide)
+        try:
+            return original(self, model, *args, **kwargs)
+        finally:
+            for tensor, data in narrow:
+                if id(tensor) in are_written:
+                    weights.write(data, tensor.data)
+                tensor.data = data
+
+    return update_parameters
 
 
 def _with_torchs_states(original: Callable[[Optimizer], dict[str, Any]]) -> Callable[[Optimizer], dict[str, Any]]:

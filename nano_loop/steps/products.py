@@ -22,7 +22,7 @@ from nano_loop.kernels.norm.copied_inputs import COPIED_INPUTS
 from nano_loop.kernels.override import Override
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.patching.members import has_shape, parameters_of
-from nano_loop.patching.operators import gives_kernels
+from nano_loop.patching.operators import NO_KERNELS, gives_kernels
 from nano_loop.policy.product_precision import ATTENTION, CONVOLUTION, LSTM, PRODUCT, Policy, line_searches_in_fp32
 from nano_loop.precision.autocast.frozen_weights import remark_on_integers
 from nano_loop.runtime.objects.report import StepResult, duration
@@ -94,8 +94,7 @@ def reason_against(options: Options, machine: Machine) -> SkipReason | None:
     if in_bf16 and not machine.has_fast_bf16:
         return SkipReason("no_bf16_instructions", "fp32, since this CPU has no bf16 instructions")
     if not gives_kernels():
-        expected = f"torch {torch.__version__} does not expose the kernels of operators; 2.9 and later do"
-        return SkipReason("old_torch", f"fp32, since {expected}")
+        return SkipReason("old_torch", f"fp32, since {NO_KERNELS}")
     if in_bf16 and product.KERNEL.unavailable is not None:
         return SkipReason("no_kernel", f"fp32, since {for_report(product.KERNEL.unavailable)}")
     return None
@@ -108,7 +107,8 @@ class Products(Step):
     accumulate and return fp32. torch computes products that are too small to gain. Since a replacement takes some
     microseconds to detect this, after some steps it no longer checks products that are smaller than all that round, and
     torch's kernels are restored for kinds of which none rounds. Then steps alternate between fp32 and bf16, and if
-    fp32 is faster, all of torch's kernels are restored. Steps that require a closure, as of LBFGS, compute in fp32.
+    fp32 is faster, all of torch's kernels are restored; later runs start in fp32. Steps that require a closure, as of
+    LBFGS, compute in fp32.
     """
 
     name = "precision"
@@ -168,6 +168,8 @@ class Products(Step):
         self._subscriptions.callback(self.clock.in_steps(_WATCHES_FROM, self._policy.watch))
         self._subscriptions.callback(self.clock.in_steps(LEARNS_AT, self._learn))
         self._let_round(True)
+        if self._may_measure():
+            self._begin_trial()
         remarks = filter(None, map(remark_on_integers, parts.models))
         return "; ".join([self.options.kind.summary, *dict.fromkeys(remarks)])
 
@@ -180,21 +182,26 @@ class Products(Step):
         is_wanted = bool(self.options.tune_operators) and not self.options.compile
         return is_wanted and self.ranks.size == 1 and self._policy.dtype is torch.bfloat16
 
-    def _learn(self) -> None:
-        cost = self._policy.learn()
-        self._replace_kernels()
-        if not (self._may_measure() and self._may_round()):
-            return
+    def _begin_trial(self) -> None:
+        """Compute in fp32 if earlier runs of these models were faster so. Nothing is measured before `_learn`."""
         trial = self._trial = StepTrial(
             *("rounding", (True, False), self._let_round, self.budget, self.machine),
-            longer=cost,
             settled=self._settle,
             pays=_PAYS,
             wins=_WINS,
             most=ROUNDS,
         )
+        trial.may_measure = False
         self._subscriptions.callback(trial.end)
         self._subscriptions.callback(self.clock.after(trial.note))
+
+    def _learn(self) -> None:
+        cost = self._policy.learn()
+        self._replace_kernels()
+        if self._trial is None or self._trial.medians or not self._may_round():
+            self._subscriptions.close()
+        else:
+            self._trial.longer, self._trial.may_measure = cost, True
 
     def _let_round(self, rounds: bool) -> None:
         """Let products round if they may, or compute all in fp32 for now."""
@@ -203,11 +210,15 @@ class Products(Step):
 
     def _settle(self) -> None:
         """Compute all products in fp32 from now on if steps in fp32 were faster."""
-        if self._trial is not None and not self._trial.setting:
+        assert self._trial is not None
+        if not self._trial.setting:
             self._medians, self._unsure = self._trial.medians, self._trial.unsure
             self._policy.end()
             self._replace_kernels()
-        self._subscriptions.close()
+        if self._trial.may_measure or not self._trial.setting:
+            self._subscriptions.close()
+        else:
+            self._trial.end()  # as in an earlier run: the policy has still to learn
 
     def _may_round(self) -> bool:
         return any(self._policy.may_any_round(kind.name) for kind in self._kinds)

@@ -11,8 +11,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from nano_loop.distributed.launch.active_runs import innermost
-from nano_loop.distributed.sharding.metrics import whole_evaluations_not_joined
-from nano_loop.distributed.sharding.sharding import BatchSharding, serving, sharded_by_user
+from nano_loop.distributed.sharding.sharding import (
+    BatchSharding,
+    serving,
+    sharded_by_user,
+    whole_evaluations_not_joined,
+)
 from nano_loop.distributed.sharding.splitting import BatchSplitting, splits_indices
 from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced

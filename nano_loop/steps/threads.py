@@ -3,7 +3,8 @@
 torch counts the machine's cores and ignores cgroup quotas. In a container that may use 2 of 64 CPUs, its 64 threads
 wait for each other most of the time (xgboost#7653 measured 28 s instead of 0.3 s).
 
-With ``num_threads="auto"``, steps of the loop show whether one thread is faster than several.
+With ``num_threads="auto"``, steps of the loop show whether one thread is faster than several; by default only if other
+programs use the CPUs in the first steps.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _RAYS = "RAY_RAYLET_PID"  # set in actors and tasks: only Ray knows the other load of the node
 #: Minimum seconds of a run for which CPU waits are reported.
 _LONG = 10.0
+#: The optimizer step after which the waits decide whether one thread is tried.
+_FIRST_STEPS = 20
 
 
 class Threads(Step):
@@ -44,6 +47,7 @@ class Threads(Step):
     def begin(self) -> None:
         self._waits: Waits | None = None
         self._began = 0.0
+        self._trial: StepTrial[int] | None = None
 
     @override
     def observe(self, parts: TrainingObjects) -> None:
@@ -68,6 +72,8 @@ class Threads(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
+        if self.options.num_threads is None:
+            self.undoing.callback(self.clock.in_steps(_FIRST_STEPS, self._try_one))
         wanted_by_user, count = self._number_asked_for, torch.get_num_threads()
         wanted = wanted_by_user or self.machine.num_threads
         words = f"{wanted}, " + ("as requested" if wanted_by_user else "one per physical core")
@@ -85,8 +91,17 @@ class Threads(Step):
         number = self.options.num_threads
         return number if isinstance(number, int) else None
 
+    def _try_one(self) -> None:
+        """Begin a trial of one thread if other programs use the CPUs."""
+        is_wanted = self.clock.is_here and self._waits is not None and is_busy(self._waits.share())
+        if is_wanted and _reason_to_keep(self) is None:
+            self._trial = _begin_trial(self)
+
     @override
     def final_result(self) -> StepResult | None:
+        if self._trial is not None and self._trial.medians:
+            detail = f"other programs used the CPUs; threads: {_outcome(self._trial)}"
+            return StepResult("cpu_waits", "measured", detail)
         if self._waits is None or time.monotonic() - self._began < _LONG:
             return None
         share = self._waits.share()
@@ -146,32 +161,12 @@ class NumThreads(Step):
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        if self.options.exact:
-            return SkipReason("exact", "sums with another number of threads differ in bits, and exact is on")
-        if torch.are_deterministic_algorithms_enabled():
-            return SkipReason("deterministic", _DETERMINISTIC)
-        if self.ranks.size > 1:
-            # What each rank computes from all gradients, such as their norm, would differ in bits between ranks.
-            return SkipReason("several_processes", "all ranks use one number, so that they compute the same")
-        if self.options.compile:
-            return SkipReason("compiled", "compiled code keeps its number of threads")
-        if self._trial is None and users(_key()):
-            return SkipReason("other_run", "another run in this thread is measuring")
-        if self._trial is None and torch.get_num_threads() == 1:
-            return SkipReason("one_thread", "only one thread is available")
-        return None
+        return _reason_to_keep(self, is_measuring=self._trial is not None)
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
         if self._trial is None:
-            settings = torch.get_num_threads(), 1
-            self.undoing.enter_context(shared_change(_key(), lambda: set_threads(settings[0])))
-            take, longer = torch.set_num_threads, max(settings) - 1
-            self._trial = StepTrial(
-                self.name, settings, take, self.budget, self.machine, longer=longer, present=torch.get_num_threads
-            )
-            self.undoing.callback(self._trial.end)
-            self.undoing.callback(self.clock.after(self._trial.note))
+            self._trial = _begin_trial(self)
         return f"1 or {max(self._trial.settings)}, measured in the first steps"
 
     @override
@@ -184,10 +179,46 @@ class NumThreads(Step):
             return StepResult(self.name, "measured", f"{trial.setting}: {_DETERMINISTIC}", code="deterministic")
         if not trial.medians:
             return StepResult(self.name, "measured", f"{trial.setting}: too few steps to tell", code="too_few_steps")
-        times = ", ".join(f"{duration(time)} per step with {number}" for number, time in trial.medians.items())
-        often = f"{f', measured {trial.measured} times' if trial.measured > 1 else ''}{trial.unsure}"
         code = "one_thread_is_faster" if trial.setting == 1 else "more_threads_stay"
-        return StepResult(self.name, "measured", f"{trial.setting}: {times}{often}", code=code)
+        return StepResult(self.name, "measured", _outcome(trial), code=code)
+
+
+def _reason_to_keep(step: Step, is_measuring: bool = False) -> SkipReason | None:
+    """Return why the number of threads must not change between the steps of a run, or None."""
+    if step.options.exact:
+        return SkipReason("exact", "sums with another number of threads differ in bits, and exact is on")
+    if torch.are_deterministic_algorithms_enabled():
+        return SkipReason("deterministic", _DETERMINISTIC)
+    if step.ranks.size > 1:
+        # What each rank computes from all gradients, such as their norm, would differ in bits between ranks.
+        return SkipReason("several_processes", "all ranks use one number, so that they compute the same")
+    if step.options.compile:
+        return SkipReason("compiled", "compiled code keeps its number of threads")
+    if not is_measuring and users(_key()):
+        return SkipReason("other_run", "another run in this thread is measuring")
+    if not is_measuring and torch.get_num_threads() == 1:
+        return SkipReason("one_thread", "only one thread is available")
+    return None
+
+
+def _begin_trial(step: Step) -> StepTrial[int]:
+    """Alternate steps between the present number of threads and one, until the step is undone."""
+    settings = torch.get_num_threads(), 1
+    step.undoing.enter_context(shared_change(_key(), lambda: set_threads(settings[0])))
+    take, longer = torch.set_num_threads, max(settings) - 1
+    trial = StepTrial(
+        NumThreads.name, settings, take, step.budget, step.machine, longer=longer, present=torch.get_num_threads
+    )
+    step.undoing.callback(trial.end)
+    step.undoing.callback(step.clock.after(trial.note))
+    return trial
+
+
+def _outcome(trial: StepTrial[int]) -> str:
+    """Return the chosen number of threads, and the times of steps by number."""
+    times = ", ".join(f"{duration(time)} per step with {number}" for number, time in trial.medians.items())
+    often = f"{f', measured {trial.measured} times' if trial.measured > 1 else ''}{trial.unsure}"
+    return f"{trial.setting}: {times}{often}"
 
 
 def _key() -> tuple[str, int]:

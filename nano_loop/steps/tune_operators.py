@@ -60,7 +60,7 @@ class TuneOperators(Step):
         """Check once whether the step applies on all ranks: hosts may differ in their CPUs. Collective."""
         if self._agreed_to is None:
             is_used = self.enabled and self._own_reason() is None
-            self._agreed_to = all(self.ranks.gather(is_used)) if self.ranks.size > 1 else is_used
+            self._agreed_to = all(self.ranks.gather(is_used))
 
     @override
     def is_relevant(self, parts: TrainingObjects) -> bool:
@@ -68,8 +68,7 @@ class TuneOperators(Step):
         if not super().is_relevant(parts):
             return False
         if self._is_in_fp32:
-            has_choices = any(map(self._chooses, parts.models))
-            self._has_choices = all(self.ranks.gather(has_choices)) if self.ranks.size > 1 else has_choices
+            self._has_choices = all(self.ranks.gather(any(map(self._chooses, parts.models))))
         return True
 
     @override
@@ -171,12 +170,8 @@ class TuneOperators(Step):
         def share(averagings: int) -> None:
             if averagings < _FIRST_SHARING or averagings.bit_count() > 1:
                 return
-            new = (
-                {key: value for key, value in choices_here.all().items() if key not in shared}
-                if self.ranks.rank == 0
-                else {}
-            )
-            received = self.ranks.broadcast([(key, *value) for key, value in new.items()])
+            new = [(key, *value) for key, value in choices_here.all().items() if key not in shared]
+            received = self.ranks.broadcast(new)
             shared.update(key for key, *_ in received)
             choices_here.take_over({key: Choice(name, guess, times) for key, name, guess, times in received})
 

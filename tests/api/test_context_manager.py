@@ -1,6 +1,8 @@
 """accelerated(): a loop in the body of a with statement."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -77,3 +79,20 @@ def test_processes_of_torchrun_divide_the_threads_of_their_host(monkeypatch, var
     finally:
         torch.set_num_threads(threads)
     assert found == max(1, read_machine().num_threads // divided_by)
+
+
+NEVER_LEFT = """
+import torch
+from nano_loop import accelerated
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+context = accelerated(model, optimizer, precision="bf16-true")
+context.__enter__()
+model(torch.randn(4, 64)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_run_that_the_program_never_leaves_ends_before_the_interpreter():
+    done = subprocess.run([sys.executable, "-c", NEVER_LEFT], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr  # torch aborts the process if weights change while it is torn down

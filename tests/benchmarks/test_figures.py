@@ -4,14 +4,16 @@ import math
 from itertools import pairwise
 
 import pytest
+import torch
 
-from benchmarks import hosts, learning, shapes
+from benchmarks import first_steps, hosts, learning, products, shapes
 from benchmarks.attention import BLOCKS, TORCH, Shape, measure, row
 from benchmarks.layers import LAYERS
 from benchmarks.libraries.__main__ import page
 from benchmarks.losses import difference
 from benchmarks.rounds import in_turn
 from benchmarks.training import End, markdown
+from nano_loop.kernels.linear import product
 
 
 def test_ratio_of_attention_is_torchs_time_over_that_of_a_way():
@@ -19,6 +21,32 @@ def test_ratio_of_attention_is_torchs_time_over_that_of_a_way():
     assert row(Shape(1, 2, 3, 4), found) == ["1, 2, 3, 4", "5", "1", "5 (4 to 6)"]
     assert row(Shape(1, 2, 3, 4), {TORCH: [4.0]}) == ["1, 2, 3, 4", "4", "–", "–"]
     assert TORCH in measure(Shape(1, 2, 64, 16, "causal"), 2)
+
+
+@pytest.mark.skipif(product.KERNEL.unavailable is not None, reason=str(product.KERNEL.unavailable))
+def test_products_are_those_of_a_linear_layer_and_its_gradients(capsys):
+    sizes = products.shape("16,48,32")
+    for kind, (algorithms, flops) in products.products(sizes, torch.float32).items():
+        by_torch, in_c = (compute() for compute in algorithms.values())
+        assert by_torch.shape == dict(zip(products.KINDS, [(16, 32), (16, 48), (32, 48)], strict=True))[kind]
+        assert flops == 2 * 16 * 48 * 32
+        assert (by_torch - in_c).norm() < 0.01 * by_torch.norm()
+    products.main(["--shapes", "16,48,32", "--rounds", "1", "--threads", str(torch.get_num_threads())])
+    assert capsys.readouterr().out.count("| 16, 48, 32 |") == 2 * len(products.KINDS)
+
+
+def test_first_steps_are_compared_round_by_round_and_the_second_run_has_what_the_first_has_saved(capsys, monkeypatch):
+    caches = []
+
+    def fresh(workload, precision, count, threads, small, cache):
+        is_second = precision == "auto" and cache in caches
+        caches.append(cache)
+        return {"32": 2.0, "auto": 1.0 if is_second else 2.5}[precision]
+
+    monkeypatch.setattr(first_steps, "_fresh", fresh)
+    first_steps.main(["--only", "lenet,gnn", "--steps", "100", "--rounds", "2"])
+    assert "| gnn | 20 | 0.80 (0.80 to 0.80) | 2.00 (2.00 to 2.00) |" in capsys.readouterr().out
+    assert first_steps.train("lenet", "auto", 2, torch.get_num_threads(), True) > 0
 
 
 def test_difference_of_losses_is_the_largest_relative_one_or_no_number():

@@ -37,7 +37,7 @@ def test_clean_machine_is_described(on, capsys):
         "shared memory 34.4 GB",
         "packages nano-loop 0.1.0, torch 2.13.0+cpu, lightning-fabric 2.6.6",
         "",
-        "Nothing was found that slows training down.",
+        "Nothing that slows down training was found.",
     ]
 
 

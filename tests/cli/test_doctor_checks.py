@@ -21,7 +21,6 @@ OPEN, CLOSED, NO_HOME = (
 )
 MISSING = CacheFolder("/nonexistent/.cache/nano_loop", False, True, is_there=False)
 NOEXEC = CacheFolder("/cache", True, False)
-EXPORTED = {"OMP_NUM_THREADS": "16", "MALLOC_TOP_PAD_": "67108864"}
 
 
 def environ(**variables):

@@ -36,7 +36,7 @@ def test_python_without_click_says_what_to_install(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
-    assert 'pip install "nano-loop[cli]"' in err
+    assert 'pip install "click>=8.1"' in err
 
 
 def test_doctor_needs_neither_click_nor_torch():

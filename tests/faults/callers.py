@@ -302,7 +302,7 @@ FAULTS = [
     ),
     Fault("all processes of a run are killed at once", _all_killed, begins=True),
     Fault("the caller gets SIGTERM", _killed(_ASLEEP, signal.SIGTERM), begins=True),
-    Fault("the caller is killed while a worker holds Python's lock in C", _killed(_LOCKED), begins=True),
+    Fault("the caller is killed while a worker holds the GIL in C", _killed(_LOCKED), begins=True),
     Fault("the caller is killed while it writes the arguments", _killed(_WRITING), begins=True),
     *(
         Fault(

@@ -88,7 +88,7 @@ FAULTS = [
                 lambda library, content: library.write_bytes(content[:8192].ljust(len(content))),
             ),
             ("is a pipe", lambda library, content: os.mkfifo(library)),
-            ("is a link to what does not end", lambda library, content: library.symlink_to("/dev/full")),
+            ("is a link to an endless file", lambda library, content: library.symlink_to("/dev/full")),
         )
     ),
     *(

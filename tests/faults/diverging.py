@@ -290,9 +290,9 @@ FAULTS = [
     Fault("rank 0 leaves the loop early", _leaving(0, 2)),
     Fault("rank 1 leaves the loop early", _leaving(1, 2), quick=True),
     Fault("rank 1 leaves the loop of a TorchNano early", lambda: _Leaving(**OPTIONS).train(*small.parts())),
-    Fault("rank 1 leaves a loop early whose ranks share each batch", _leaving(1, 2, split_batches=True)),
+    Fault("rank 1 leaves the loop early, and ranks share each batch", _leaving(1, 2, split_batches=True)),
     Fault(
-        "rank 1 takes another batch where ranks share each",
+        "rank 1 takes another batch, and ranks share each batch",
         lambda: nano(**OPTIONS, split_batches=True)(small.fit)(*_of_another_order(1)),
     ),
     Fault("rank 0 alone computes a cross-entropy of its part of a shared batch", _logging(0)),
@@ -310,14 +310,14 @@ FAULTS = [
         "rank 0 alone iterates a loader under torch.no_grad()",
         _iterating_alone(0, gradients=False, then=nano_loop.barrier),
     ),
-    Fault("rank 0 alone evaluates in mid-epoch, with gradients on", _evaluating(0), quick=True),
-    Fault("rank 1 alone evaluates in mid-epoch, with gradients on", _evaluating(1)),
+    Fault("rank 0 alone evaluates during an epoch, with gradients enabled", _evaluating(0), quick=True),
+    Fault("rank 1 alone evaluates during an epoch, with gradients enabled", _evaluating(1)),
     Fault("ranks iterate two loaders in another order", _loaders_in_another_order),
     Fault(
         "ranks call a collective with other sizes",
         on_each(lambda rank: distributed.all_reduce(torch.ones(1 + rank * 1000))),
     ),
-    Fault("ranks call collectives of two groups in another order", on_each(_groups_in_another_order)),
+    Fault("ranks call collectives of two groups in different orders", on_each(_groups_in_another_order)),
     Fault("ranks have other learning rates", _loop(_rate), quick=True),
     Fault("a rank overwrites its own weights", _overwriting(OPTIONS), quick=True),
     Fault(
@@ -329,7 +329,7 @@ FAULTS = [
         "a call into the model sets a buffer by its batch",
         _changed_in_calls(_set_codes, "_Changing.codes is no longer the same on all ranks"),
     ),
-    Fault("the loop puts other gradients in the place of the averaged ones", _gradients_by_hand(in_place=False)),
+    Fault("the loop replaces the averaged gradients", _gradients_by_hand(in_place=False)),
     Fault("the loop overwrites the averaged gradients", _gradients_by_hand(in_place=True)),
     Fault(
         "the loop applies gradients of torch.autograd.grad itself", _without_averaging(_by_autograd_grad), quick=True

@@ -136,14 +136,14 @@ FAULTS = [
         travels=False,
     ),
     Fault(
-        "the message of an exception has lines, zeros and half a surrogate",
+        "the message of an exception has lines, zeros and a lone surrogate",
         at(1, 3, raising(ValueError, "first\nsecond \0 \udc80")),
     ),
     Fault(
         "a worker raises an exception group",
         at(1, 3, raising(_Group, "two things", [ValueError("one"), KeyError("other")])),
     ),
-    Fault("an exception has 300 causes, each of the next", at(1, 3, _chain)),
+    Fault("an exception has a chain of 300 causes", at(1, 3, _chain)),
     Fault("an exception takes required keywords", at(1, 3, lambda: raising(KeywordError, code=7)()), travels=False),
     Fault("the class of an exception is nested", at(1, 3, raising(Outer.InnerError, "inner"))),
     Fault("the class of an exception is local to a function", at(1, 3, _local)),
@@ -154,16 +154,16 @@ FAULTS = [
     Fault("a worker raises MemoryError", at(1, 3, raising(MemoryError))),
     Fault("a worker recurses without an end", at(1, 3, _recursion)),
     Fault(
-        "a worker raises ConnectionResetError of a connection of the loop's",
+        "a worker raises ConnectionResetError of the loop's own connection",
         at(1, 3, raising(ConnectionResetError, 104, "Connection reset by peer")),
         quick=True,
     ),
     Fault(
-        "a worker raises BrokenPipeError of a pipe of the loop's", at(1, 3, raising(BrokenPipeError, 32, "Broken pipe"))
+        "a worker raises BrokenPipeError of the loop's own pipe", at(1, 3, raising(BrokenPipeError, 32, "Broken pipe"))
     ),
     Fault("a socket is refused in a worker", at(1, 3, lambda: socket.create_connection(("127.0.0.1", 1), timeout=5))),
     Fault(
-        "a worker raises in the words of a lost connection between ranks",
+        "a worker raises an error with the text of a lost connection between ranks",
         at(1, 3, raising(RuntimeError, "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")),
     ),
     Fault("a worker raises nano_loop's own error", at(1, 3, raising(NanoError, "a: b. c."))),

@@ -44,15 +44,15 @@ FAULTS = [
     Fault("rank 0 raises before its last step", at(0, LAST_STEP, raising(MineError))),
     Fault("rank 0 raises after its last step", on(0, raising(MineError), lambda: time.sleep(60))),
     Fault("every rank raises the same", _everywhere(KeyError, "everywhere")),
-    Fault("rank 0 raises what the loop catches", at(0, 3, _caught)),
-    Fault("a worker raises what the loop catches", at(1, 3, _caught)),
+    Fault("rank 0 raises an exception that the loop catches", at(0, 3, _caught)),
+    Fault("a worker raises an exception that the loop catches", at(1, 3, _caught)),
     Fault(
-        "rank 0 raises ConnectionResetError of a connection of the loop's",
+        "rank 0 raises ConnectionResetError of the loop's own connection",
         at(0, 3, raising(ConnectionResetError, 104, "reset")),
         quick=True,
     ),
     Fault(
-        "rank 0 raises BrokenPipeError of a pipe of the loop's", at(0, 3, raising(BrokenPipeError, 32, "Broken pipe"))
+        "rank 0 raises BrokenPipeError of the loop's own pipe", at(0, 3, raising(BrokenPipeError, 32, "Broken pipe"))
     ),
     Fault("rank 0 raises GeneratorExit", at(0, 3, raising(GeneratorExit))),
     Fault("rank 0 raises MemoryError", at(0, 3, raising(MemoryError))),

@@ -107,7 +107,7 @@ FAULTS = [
     Fault("a worker uses up the stack of C", at(1, 3, _overflow)),
     Fault("a worker reads address 0", at(1, 3, lambda: ctypes.string_at(0))),
     Fault("a worker with faulthandler crashes", at(1, 3, _faulthandler)),
-    Fault("a worker ends and its child in another session lives on", _leave_child_behind, quick=True),
+    Fault("a worker ends, and its child in another session continues", _leave_child_behind, quick=True),
     Fault("a worker ends and leaves a child", at(1, 3, lambda: (subprocess.Popen(["sleep", "60"]), os._exit(6)))),
     Fault(
         "a worker's thread goes on after the loop",
@@ -125,6 +125,6 @@ FAULTS = [
         on(1, _endless, collective, **_LATE),
     ),
     Fault("a worker is in an endless loop after rank 0 has returned", on(1, _endless, **_LATE)),
-    Fault("a worker sleeps in C with Python's lock held", at(1, 3, lambda: ctypes.PyDLL(None).sleep(60), **_LATE)),
+    Fault("a worker sleeps in C and holds the GIL", at(1, 3, lambda: ctypes.PyDLL(None).sleep(60), **_LATE)),
     Fault("rank 0 is late, and a worker waits for it", at(0, 3, lambda: time.sleep(4), **_LATE)),
 ]

@@ -79,20 +79,20 @@ FAULTS = [
     Fault("the pickling of an argument raises", with_argument(Reluctant())),
     Fault("the pickling of an argument never ends", with_argument(Endless())),
     Fault(
-        "an argument raises where it is unpickled",
+        "an argument raises when it is unpickled",
         with_argument(Arriving(raising(ImportError, "no module for it here"))),
         quick=True,
     ),
-    Fault("an argument ends the worker where it is unpickled", with_argument(Arriving(lambda: os._exit(8)))),
+    Fault("an argument ends the worker when it is unpickled", with_argument(Arriving(lambda: os._exit(8)))),
     Fault(
-        "an argument kills the worker where it is unpickled", with_argument(Arriving(lambda: os.kill(os.getpid(), 11)))
+        "an argument kills the worker when it is unpickled", with_argument(Arriving(lambda: os.kill(os.getpid(), 11)))
     ),
     Fault(
         "an argument takes longer to be unpickled than the timeout",
         with_argument(Arriving(lambda: time.sleep(30)), timeout=2),
     ),
     Fault("a module of an argument has vanished", _after_import(lambda file, module: file.unlink()), begins=True),
-    Fault("a module of an argument ends its process where it is imported", _after_import(_ending), begins=True),
+    Fault("a module of an argument ends its process when it is imported", _after_import(_ending), begins=True),
     Fault("a module of an argument was edited since its import", _after_import(_edited), begins=True),
     Fault("worker_init raises", with_argument(None, worker_init=raising(LookupError, "no such library"))),
     Fault("worker_init calls sys.exit(3)", with_argument(None, worker_init=lambda: sys.exit(3))),

@@ -178,13 +178,19 @@ FAULTS = [
     ),
     Fault("files may not be as large as the arguments (ulimit -f)", _small_files, begins=True),
     *(
-        Fault(f"descriptors are used up but for {more} (ulimit -n)", _few_descriptors(more), apart=True, begins=True)
+        Fault(f"only {more} descriptors are left (ulimit -n)", _few_descriptors(more), apart=True, begins=True)
         for more in (2, 3, 4)  # for the folder, the socket pair and the pipes
     ),
-    Fault("a worker may have no more memory, and torch asks for it (ulimit -v)", at(1, 3, _little_memory)),
-    Fault("a worker may have no more memory, and Python asks for it (ulimit -v)", at(1, 3, _bytes_of_python)),
+    Fault("a worker has reached its memory limit, and torch allocates (ulimit -v)", at(1, 3, _little_memory)),
+    Fault("a worker has reached its memory limit, and Python allocates (ulimit -v)", at(1, 3, _bytes_of_python)),
     Fault("the private folder of a run is deleted", at(0, 3, _delete_folder)),
-    Fault("this user may have no more processes (ulimit -u)", _few_processes, apart=True, as_root=True, begins=True),
+    Fault(
+        "this user has reached the limit of processes (ulimit -u)",
+        _few_processes,
+        apart=True,
+        as_root=True,
+        begins=True,
+    ),
     Fault(
         "this user may have one to six more processes and threads (ulimit -u)",
         _few_more_processes,

@@ -154,8 +154,8 @@ _HOOKS = [
 _PLACES = [
     ("sys.path holds bytes and None", lambda: _path(b"/nowhere", None)),
     ("sys.path holds a relative folder that does not exist", lambda: _path("nowhere", "")),
-    ("sys.argv holds half a surrogate and no strings", lambda: attribute(sys, "argv", ["x\udc80", "\0"])),
-    ("the environment holds half a surrogate", lambda: environ(ODD="\udc80\udcff")),
+    ("sys.argv holds a lone surrogate and no strings", lambda: attribute(sys, "argv", ["x\udc80", "\0"])),
+    ("the environment holds a lone surrogate", lambda: environ(ODD="\udc80\udcff")),
     ("the environment has a megabyte", lambda: environ(**{f"LARGE_{n}": "x" * 100_000 for n in range(10)})),
     ("the working folder has been deleted", _deleted_working_folder),
 ]

@@ -111,8 +111,6 @@ def _closes_its_streams():
 
 
 _MEGABYTE = 1 << 20
-_BAD_BATCH = {"words": ("rank 1 raised ValueError: a bad batch",)}
-_LAST_WORDS = {"words": ("rank 1 ended its process with exit code 4", "See what it wrote")}
 
 FAULTS = [
     Fault("sys.stdout and sys.stderr are None, and a worker raises", _with_stream(None), quick=True),

@@ -1,5 +1,6 @@
 """A head and its loss are computed in chunks of rows, however the loss is written, and logits are unchanged."""
 
+import contextlib
 import copy
 import sys
 
@@ -16,6 +17,7 @@ from nano_loop import accelerated, nano
 from nano_loop.kernels.head import head
 from nano_loop.kernels.head.logits import LazyLogits
 from nano_loop.patching.operators import gives_kernels
+from nano_loop.policy import product_precision
 
 
 @pytest.fixture(autouse=True)
@@ -107,10 +109,20 @@ def distilled(logits, y):
     return F.kl_div(F.log_softmax(logits, -1), teacher.expand_as(logits), reduction="batchmean") / 7
 
 
+def smoothed_by_transformers(logits, y):
+    losses = -F.log_softmax(logits[..., :-1, :].contiguous(), dim=-1)
+    y = y[..., 1:].unsqueeze(-1)
+    ignored = y.eq(-100)
+    of_labels = losses.gather(dim=-1, index=known(y)).masked_fill_(ignored, 0)
+    of_all = losses.sum(dim=-1, keepdim=True, dtype=torch.float32).masked_fill_(ignored, 0)
+    return (0.9 * of_labels.sum() + 0.1 * of_all.sum() / WORDS) / (~ignored).sum()
+
+
 #: Losses that are computed in chunks.
 CHUNKED = {
     "nanoGPT": nano_gpt,
     "transformers": transformers,
+    "transformers, smoothed": smoothed_by_transformers,
     "shifted": shifted,
     "shifted by slices": lambda logits, y: F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), y[:, 1:].reshape(-1)),
     "flattened": lambda logits, y: nn.CrossEntropyLoss(label_smoothing=0.1)(logits.flatten(0, 1), y.flatten()),
@@ -188,6 +200,36 @@ def test_loss_and_gradients_are_as_exact_as_torchs(name, where, settings):
         assert mine <= 1.5 * other + 2e-7
 
 
+@pytest.mark.parametrize("precision", ["auto", "bf16", "bf16-true"])
+@pytest.mark.parametrize("loss", CHUNKED.values(), ids=CHUNKED)
+def test_loss_and_gradients_in_reduced_precision_are_as_exact_as_those_of_whole_logits(precision, loss, monkeypatch):
+    monkeypatch.setitem(product_precision.MIN_MULTIPLICATIONS, product_precision.PRODUCT, 1)
+
+    def trained(is_chunked):
+        model, (words, targets) = model_of(), batch()
+        with accelerated(
+            model, precision=precision, fast_cross_entropy=is_chunked, tune_operators=False, verbose=False
+        ):
+            logits = model(words)
+            assert isinstance(logits, LazyLogits) is is_chunked
+            value = loss(logits, targets)
+            value.backward()
+        return [value.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    exact = gradients(model_of().double(), loss)
+    for mine, other in zip(errors(trained(True), exact), errors(trained(False), exact), strict=True):
+        assert mine <= 1.5 * other + 2**-9
+
+
+def test_listed_operators_of_logits_run_in_the_dtype_of_their_list():
+    seen, (words, _) = [], batch()
+    model = model_of(lambda logits: seen.append(logits.log_softmax(-1).dtype))
+    for options in ({}, {"fp32_ops": "safe"}):
+        with accelerated(model, precision="bf16", verbose=False, **options):
+            model(words)
+    assert seen == [torch.bfloat16, torch.float32]
+
+
 @pytest.mark.parametrize("loss", CHUNKED.values(), ids=CHUNKED)
 @pytest.mark.parametrize("frozen", ["head", "all but the head"])
 def test_frozen_parts_get_no_gradient(loss, frozen):
@@ -251,6 +293,33 @@ def test_logits_that_are_read_are_what_they_were(reading, when):
         assert reading in OF_ALL or not head.noted().whole
     found = read(logits) if found is None else found
     torch.testing.assert_close(found.clone(), expected.clone(), rtol=1e-5, atol=1e-5)
+
+
+def test_model_that_returns_its_logits_and_loss_and_hidden_states():
+    class Returning(Language):
+        def forward(self, words, targets):
+            hidden = torch.tanh(self.inner(self.embedding(words)))
+            logits = self.head(hidden)
+            return {"logits": logits, "loss": nano_gpt(logits, targets), "hidden_states": (hidden,)}
+
+    def trained(model):
+        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.1), []
+        for step in range(3):
+            outputs = model(*batch(step))
+            outputs["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [outputs["loss"].detach(), outputs["logits"].argmax(-1), outputs["hidden_states"][0].detach()]
+            seen.append(outputs["logits"].detach())
+        return seen
+
+    results = []
+    for run in (contextlib.nullcontext(), None):
+        torch.manual_seed(0)
+        model = Returning()
+        with run or accelerated(model, verbose=False):
+            results.append([each.clone() for each in trained(model)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 def test_logits_of_an_epoch_are_what_they_were_with_one_old_weight_a_step():

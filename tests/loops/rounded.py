@@ -87,10 +87,10 @@ class RoundedProducts(TorchFunctionMode):
         return result.transpose(-3, -2).contiguous().transpose(-3, -2)  # torch's layout
 
     def _with_bias(self, function, x, weight, bias=None, *args, **kwargs):
-        """Round only NHWC images to bf16, including the sums. The bias is not rounded."""
+        """Round only NHWC images and sequences to bf16, including the sums. The bias is not rounded."""
         is_convolution, in_bf16 = function in CONVOLUTIONS, self.dtype is torch.bfloat16
         is_nhwc = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-        if is_convolution and in_bf16 and not is_nhwc:
+        if is_convolution and in_bf16 and not (is_nhwc or weight.dim() == 3):
             return function(x, weight, bias, *args, **kwargs)
         product = self._gradient(function(self._rounded(x), self._rounded(weight), None, *args, **kwargs))
         if is_convolution and in_bf16:

@@ -14,7 +14,7 @@ from nano_loop.patching.patch_table import left_by_runs
 BY_OBJECT = {
     "interceptors of calls, by module",
     "optimizers whose steps are fused",
-    "stand-ins of loaders, by loader",
+    "proxies of loaders, by loader",
     "convolutions in NHWC, by id",
     "wide weights, by optimizer",
 }

@@ -59,7 +59,7 @@ def no_trace():
     before = dict(vars(DataLoader))
     yield
     assert dict(vars(DataLoader)) == before
-    assert not loaders._stand_ins
+    assert not loaders._proxies
     assert not multiprocessing.active_children()
 
 
@@ -132,7 +132,7 @@ def test_a_change_goes_with_its_loader_and_with_the_workers_that_it_has_kept():
         assert [*loader] == [("around", [1]), ("around", [2])]
         del loader
         assert gone() is None
-        assert not loaders._stand_ins
+        assert not loaders._proxies
         assert not workers()
 
 

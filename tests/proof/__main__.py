@@ -1,6 +1,6 @@
 """Trains every sample of the sources plainly and accelerated, and fails if a result differs: ``make proof``.
 
-python -m proof [--all | --share 1/6] [--only 'modules/nn.GRU/*'] [--ways fp32,exact]
+python -m proof [--all | --share 1/6] [--elsewhere] [--only 'modules/nn.GRU/*'] [--ways fp32,exact]
 """
 
 import argparse
@@ -126,6 +126,7 @@ def main(arguments=None):
     """Train the selected cases, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__.partition("\n")[0])
     parser.add_argument("--all", action="store_true", help="every case in every way, and docs/exceptions.md is written")
+    parser.add_argument("--elsewhere", action="store_true", help="as with another torch, exceptions may be unneeded")
     parser.add_argument("--only", default="*", help="the cases whose names match, with * for anything")
     parser.add_argument("--ways", type=_ways, help="such as fp32,exact; one or other: of these, one by hash")
     parser.add_argument("--share", type=_share, help="such as 1/6: cases whose hash is 1 modulo 6; default: 0/6")
@@ -140,7 +141,8 @@ def main(arguments=None):
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
         for done in [pool.submit(take, waiting, tally, options.threads) for _ in range(options.processes)]:
             done.result()
-    for case, way in tally.unneeded():
+    unneeded = [] if options.elsewhere else tally.unneeded()
+    for case, way in unneeded:
         print(f"{case} {way} does not differ: take the exception out of tests/proof/exceptions.py")
     if options.all:
         exceptions.write()
@@ -148,7 +150,7 @@ def main(arguments=None):
     print("samples:", dict(sorted(counted.items())))
     print(f"{tally.excepted} differ as docs/exceptions.md says, {tally.raised} raise in plain torch")
     print(f"{(time.perf_counter() - started) / 60:.1f} minutes")
-    failed = tally.failed + len(tally.unneeded())
+    failed = tally.failed + len(unneeded)
     print(f"{tally.passed} passed, {failed} failed")
     return int(bool(failed or not tally.passed))
 

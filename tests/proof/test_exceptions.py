@@ -2,6 +2,7 @@
 
 import queue
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -45,6 +46,13 @@ def test_exception_that_is_not_needed_is_an_error():
     assert tally.unneeded() == [(CASE, "fp32")]
     tally.add(CASE, "fp32", [("outputs", "off")])
     assert tally.unneeded() == []
+
+
+def test_exception_may_be_unneeded_with_another_torch(monkeypatch):
+    monkeypatch.setattr(__main__, "Tally", partial(__main__.Tally, (KNOWN,)))
+    monkeypatch.setattr(__main__, "take", lambda waiting, tally, threads: tally.add(CASE, "fp32", []))
+    arguments = ["--only", "modules/*", "--processes", "1"]
+    assert (__main__.main(arguments), __main__.main([*arguments, "--elsewhere"])) == (1, 0)
 
 
 DIES_IN_B = """import json, os, sys

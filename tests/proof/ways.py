@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from nano_loop import accelerated
+from nano_loop.steps.channels_last import takes_images
 from proof.program import train
 
 #: If fp64 draws other random numbers, so that plain torch is off from it by more than this share, or if fp64 has no
@@ -31,7 +32,9 @@ class Way(NamedTuple):
 
 
 def _has_images(program):
-    return any(torch.is_tensor(each) and each.dim() in (4, 5) for each in tree_leaves(program.inputs))
+    """Whether a program passes images to layers for them: for other models, channels_last=True is an error."""
+    inputs = [each for each in tree_leaves(program.inputs) if torch.is_tensor(each)]
+    return takes_images(program.model) and any(each.dim() in (4, 5) for each in inputs)
 
 
 def by_hand():

@@ -100,6 +100,31 @@ def test_step_that_calls_that_of_its_base_is_one_step(clock, told):
     assert [what for what, *_ in told].count("after") == 3
 
 
+def test_step_that_calls_that_of_its_base_ends_with_the_outer_one(clock):
+    calls = []
+
+    class Decaying(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            calls.append("the rest of it")
+            super().step(closure)
+
+    made()
+    optimizer = made(Decaying)
+    clock.add([optimizer])
+    clock.after(lambda _: calls.append("after"))
+
+    def fails():
+        raise ArithmeticError
+
+    optimizer.step()
+    with pytest.raises(ArithmeticError):
+        optimizer.step(fails)
+    optimizer.step()
+    assert calls == ["the rest of it", "after"] * 2
+    assert clock.steps == 2
+
+
 def test_step_that_raises_does_not_count_and_the_next_one_does(clock, told):
     optimizer = made()
     clock.add([optimizer])

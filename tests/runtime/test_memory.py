@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nano_loop
 from nano_loop.config.options import Options
+from nano_loop.cpu.tree import Tree
 from nano_loop.runtime import memory
 
 MB = 10**6
@@ -192,6 +194,26 @@ def test_limit_is_for_all_processes_together(monkeypatch: pytest.MonkeyPatch) ->
     assert watch._read_limit() == (20 * MB, "memory_limit='80 MB'")
     options = Options(memory_limit="8 GB")
     assert memory.MemoryWatch(options, Ranks(), None, None)._read_limit() == (60 * MB, "the cgroup")
+
+
+#: The files of a cgroup that leaves 1 MB.
+CGROUP = {
+    "/proc/self/cgroup": "0::/run",
+    "/proc/self/mountinfo": "26 25 0:29 / /sys/fs/cgroup ro - cgroup2 cgroup rw",
+    "/sys/fs/cgroup/run/memory.max": 100 * MB,
+    "/sys/fs/cgroup/run/memory.current": 99 * MB,
+    "/sys/fs/cgroup/run/memory.stat": "anon 1",
+}
+
+
+def test_limit_of_the_cgroup_is_an_error_that_advises_more_memory(monkeypatch: Any, tmp_path: Path) -> None:
+    for name, value in CGROUP.items():
+        path = Path(f"{tmp_path}{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{value}\n")
+    monkeypatch.setattr(memory, "Tree", lambda root: Tree(tmp_path))
+    with pytest.raises(nano_loop.NanoMemoryError, match=r"the cgroup allows .*let the process have more memory\.$"):
+        trained(body=lambda step, model: pytest.fail("a step"))
 
 
 def test_error_of_torch_in_a_loop_that_was_set_up_is_the_same_error() -> None:

@@ -168,6 +168,34 @@ def test_what_an_earlier_run_has_found_holds_at_once_until_steps_take_longer(mad
     assert set(larger.numbers) == {MORE}
 
 
+def test_run_starts_with_what_all_earlier_ones_have_found_where_that_cannot_cost_much(made):
+    choices = Choices(None)
+    made(choices, longer=1.0).steps(1500, {1: 0.5, MORE: 1.0})
+    again = made(choices, longer=1.0)
+    again.steps(30, {1: 0.5, MORE: 1.0})
+    assert again.numbers == [MORE] + [1] * 29
+    assert (again.trial.setting, again.trial.measured) == (1, 0)
+    assert again.trial.medians == pytest.approx({1: 0.5, MORE: 1.0})
+    larger = made(choices, longer=1.0)  # larger batches
+    larger.steps(1500, {1: 100.0, MORE: 50.0})
+    assert larger.numbers[:20] == [MORE] + [1] * 3 + [MORE] * 16
+    assert (larger.trial.setting, larger.trial.measured) == (MORE, 1)
+    different = made(choices, longer=1.0)  # which of the two results applies is known by the time of the first steps
+    different.steps(20, {1: 0.5, MORE: 1.0})
+    assert different.numbers == [MORE] * 10 + [1] * 10
+
+
+def test_nothing_is_measured_before_the_run_allows_it(made):
+    choices = Choices(None)
+    loop = made(choices)
+    loop.trial.may_measure = False
+    loop.steps(1500, {1: 0.5, MORE: 1.0})
+    assert set(loop.numbers) == {MORE}
+    loop.trial.may_measure = True
+    loop.steps(1500, {1: 0.5, MORE: 1.0})
+    assert loop.trial.setting == 1
+
+
 def test_one_setting_is_tried_at_a_time_and_given_up_when_its_optimizer_steps_no_more(loop):
     """This happens if a program continues with another model."""
     taken, clock = [], StepClock()

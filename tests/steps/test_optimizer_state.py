@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nano_loop import NanoConfigError, accelerated, nano
 from nano_loop.optimizers.split_steps import KERNEL
@@ -282,6 +283,49 @@ def test_weights_that_the_program_writes_begin_anew():
     model = network()
     found = nano(precision="bf16-true", **QUIET)(loop)(model, ADAMW(model.parameters(), 0.01))
     assert_equal([model[0].weight, model[2].weight], [*found])
+
+
+@pytest.mark.parametrize("made", ["passed", "before the run", "in the run"])
+def test_averages_of_weights_move_as_in_fp32(made):
+    def average_of(model):
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+
+    def loop(model, optimizer, average=None):
+        average = average or (average_of(model) if made == "in the run" else before)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            average.update_parameters(model)
+        return average
+
+    moves = []
+    for run in (lambda function: function, nano(precision="bf16-true", **QUIET)):
+        model = network()
+        start, before = nn.utils.parameters_to_vector(model.parameters()).detach(), average_of(model)
+        average = run(loop)(model, SGD(model.parameters(), 0.1), *([before] if made == "passed" else []))
+        moves.append(nn.utils.parameters_to_vector(p.float() for p in average.parameters()).detach() - start)
+    bound = 0.5 if made == "in the run" else 0.05  # such a copy is in bf16 after the run
+    assert (moves[1] - moves[0]).norm() < bound * moves[0].norm()
+
+
+class DecayingLater(SGD):
+    """Changes weights after the step of its base class by less than bf16 can hold."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        with torch.no_grad():
+            for weight in self.param_groups[0]["params"]:
+                weight.mul_(1 - 1e-4)
+        return loss
+
+
+def test_what_a_class_does_after_the_step_of_its_base_is_not_lost():
+    SGD(network().parameters(), 0)  # from now on, torch also calls the hooks in the step of the base class
+    models = network(), network()
+    plainly(models[0], DecayingLater(models[0].parameters(), 0.0))
+    nano(precision="bf16-true", **QUIET)(plainly)(models[1], DecayingLater(models[1].parameters(), 0.0))
+    assert_equal(*([*model.parameters()] for model in models))
 
 
 def test_two_optimizers_of_one_weight_share_its_rest():

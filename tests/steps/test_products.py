@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 import nano_loop
 from nano_loop import TorchNano, nano
 from nano_loop.autotune import tuner
+from nano_loop.autotune.choices import Choices
 from nano_loop.kernels import override
 from nano_loop.kernels.linear import product
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.patch_table import users
 from nano_loop.policy.product_precision import CONVOLUTION, LSTM, PRODUCT, Policy
+from nano_loop.runtime import trial
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import products as module
 
@@ -89,6 +91,12 @@ MODELS = {
     "compiled": (perceptron, (96, 64), {"compile": True}, {"product": 6}),
     "batches": (Batched, (8, 40, 48), {}, {"product": 9}),
     "convolutional": (convolutional, (8, 3, 16, 16), IMAGES, {"convolution": 6, "product": 3}),
+    "sequences": (
+        lambda: nn.Sequential(nn.Conv1d(48, 64, 3, stride=2), nn.Tanh(), nn.ConvTranspose1d(64, 32, 2)),
+        (8, 48, 33),
+        {},
+        {"convolution": 4},
+    ),
     "attention": (Attending, (3, 40, 64), {}, {"product": 6, "attention": 2}),
     "causal": (lambda: Attending(True), (3, 40, 64), {}, {"product": 6, "attention": 2}),
     "masked": (lambda: Attending(mask=-torch.rand(40, 40)), (3, 40, 64), {}, {"product": 6, "attention": 2}),
@@ -521,6 +529,21 @@ def test_products_are_fp32_where_steps_are_faster_without_rounding(clock, models
     assert used[-5:] == [0] * 5
     last = [result for result in report.results if result.name == "precision"][-1]
     assert (last.status, last.code) == ("measured", "slower")
+
+
+@either
+def test_next_run_starts_in_fp32_unless_its_steps_take_longer(clock, monkeypatch, precision):
+    saved = Choices(None)
+    monkeypatch.setattr(trial, "choices_for", lambda machine: saved)
+    trained_by(clock, precision, lambda users: 1.05 if users else 1.0)
+    used, report = trained_by(clock, precision, lambda users: 1.05 if users else 1.0)
+    assert used == [1] + [0] * (len(used) - 1)
+    last = [result for result in report.results if result.name == "precision"][-1]
+    assert (last.status, last.code) == ("measured", "slower")
+    used, report = trained_by(clock, precision, lambda users: 2.0 if users else 2.1)  # larger batches
+    assert used[:20] == [1] + [0] * 3 + [1] * 16
+    assert used[-5:] == [1] * 5
+    assert [result.status for result in report.results if result.name == "precision"] == ["applied"]
 
 
 @either

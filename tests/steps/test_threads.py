@@ -123,3 +123,38 @@ def test_report_says_when_other_programs_had_the_cpus(step, monkeypatch, share, 
         monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         monkeypatch.setattr(threads_module, "time", SimpleNamespace(monotonic=lambda: 60.0))
         assert "OMP_WAIT_POLICY" not in made.final_result().detail
+
+
+@pytest.mark.parametrize(
+    ("share", "options", "ranks", "is_tried"),
+    [
+        (0.46, {}, 1, True),
+        (0.1, {}, 1, False),
+        (None, {}, 1, False),
+        (0.46, {"num_threads": 2}, 1, False),
+        (0.46, {"exact": True}, 1, False),
+        (0.46, {}, 2, False),
+    ],
+    ids=["busy", "quiet", "not counted", "a number is given", "exact", "several processes"],
+)
+def test_one_thread_is_tried_where_other_programs_use_the_cpus(
+    step, machine, monkeypatch, share, options, ranks, is_tried
+):
+    monkeypatch.setattr(threads_module, "Waits", lambda: SimpleNamespace(share=lambda: share))
+    made = step(Threads, on=machine(cores=4), ranks=Ranks(0, ranks), **options)
+    made.observe(TrainingObjects())
+    made.apply(TrainingObjects())
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    made.clock.add([optimizer])
+    for number in range(20):
+        assert made._trial is None, number
+        optimizer.step()
+    assert (made._trial is not None) == is_tried
+    if is_tried:
+        made._trial.setting, made._trial.medians = 1, {4: 0.002, 1: 0.001}
+        torch.set_num_threads(1)
+        found = made.final_result()
+        assert found.name == "cpu_waits"
+        assert found.detail.startswith("other programs used the CPUs; threads: 1: 2.00 ms per step with 4")
+    made.undo()
+    assert torch.get_num_threads() == 4

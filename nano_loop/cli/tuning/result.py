@@ -118,7 +118,7 @@ class Tuning:
         yield ""
         yield from map(_wrapped, self.remarks)
         is_complete = all(row.note != INTERRUPTED for row in self.rows)
-        yield f"{'fastest' if is_complete else 'fastest of what was measured'}, after {self.seconds:.0f} s:"
+        yield f"{'fastest' if is_complete else 'fastest so far'}, after {self.seconds:.0f} s:"
         yield f"  {self.line}"
 
 
@@ -157,7 +157,7 @@ def check_picture(path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        hint = 'Run: pip install "nano-loop[plot]"'
+        hint = 'Run: pip install "matplotlib>=3.8"'
         raise NanoConfigError(error_message(f"--plot {path}", "a chart needs matplotlib", hint)) from error
     file = Path(os.path.abspath(path))
     if file.suffix and file.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():

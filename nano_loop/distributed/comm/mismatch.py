@@ -71,7 +71,7 @@ def mismatch_message(own_rank: int, all_ranks: Mapping[int, CallSite]) -> str:
         hint = "Make the loop do the same on every rank; only printing and saving may differ"
         for what, where_alone in _ALONE_IN.items():
             if any(where.what.startswith(what) for where in all_ranks.values()):
-                hint = f"{hint}, and what is computed {where_alone}"
+                hint = f"{hint}, and computations {where_alone}"
         message = error_message(got, expected, hint)
     return "\n\n".join([message, *(_place(rank, where.line) for rank, where in all_ranks.items() if where.line)])
 

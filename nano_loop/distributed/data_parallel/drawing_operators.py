@@ -19,7 +19,7 @@ from nano_loop.distributed.data_parallel.random_draws import DRAWING, is_of_para
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.kernels.bernoulli import same_draws
 from nano_loop.kernels.drawing_order import drawn, in_order, treated_as_masks
-from nano_loop.patching.operators import Kernel, gives_kernels, overridden
+from nano_loop.patching.operators import NO_KERNELS, Kernel, gives_kernels, overridden
 from nano_loop.patching.patch_table import listening
 from nano_loop.patching.torch_private import SAMPLING
 
@@ -45,8 +45,7 @@ def drawing(draw: Callable[..., Tensor | None], ranks: Ranks) -> Iterator[None]:
         Before torch 2.9.
     """
     if not gives_kernels():
-        expected = f"torch {torch.__version__} does not expose the kernels of operators; 2.9 and later do"
-        raise NanoConfigError(error_message("split_batches=True", expected, "Remove split_batches=True"))
+        raise NanoConfigError(error_message("split_batches=True", NO_KERNELS, "Remove split_batches=True"))
     operators: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
         **dict.fromkeys(_LIKE, _like),
         **dict.fromkeys(_BY_VALUES, partial(_by_values, ranks)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nano_loop.config.options import Options
@@ -22,7 +24,6 @@ from nano_loop.distributed.files.private_files import explaining, guard_files, r
 from nano_loop.distributed.launch.active_runs import of_ranks, running, whole_process
 from nano_loop.distributed.launch.failure import flush_output
 from nano_loop.distributed.launch.launcher import Task
-from nano_loop.distributed.launch.settings import current_settings
 from nano_loop.distributed.launch.stream import Reporter
 from nano_loop.distributed.payload.payload import dump, load
 from nano_loop.errors import NanoError, NanoWorkerError
@@ -32,6 +33,7 @@ from nano_loop.storage.trusted_files import opened_folder, path_of
 
 # Folders of the data pickled for the workers.
 PAYLOAD, WORKER_INIT = "payload", "worker_init"
+_MKLDNN_OPERATIONS = ("matmul", "conv", "rnn")
 
 
 @dataclass
@@ -55,7 +57,7 @@ class State:
         settings: list[Callable[[], object]] = [
             *([patch_cuda] if is_cuda_patched() else []),
             partial(set_process_states, states, [True] * len(states)),
-            *current_settings(),
+            *_current_settings(),
         ]
         return cls(settings, threads if threads < usual_threads else None, [*warnings.filters])
 
@@ -67,6 +69,52 @@ class State:
             torch.set_num_threads(min(self.threads, threads))
         warnings.resetwarnings()
         warnings.filters.extend(self.warning_filters)  # type: ignore[attr-defined]
+
+
+def _current_settings() -> list[Callable[[], object]]:
+    """Return functions that apply the settings of this process's libraries in another one."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    checks_nan = torch.is_anomaly_check_nan_enabled()
+    # torch has no function that returns it. The program may have set another default dtype or device.
+    is_flushing = not torch.tensor(1e-40, dtype=torch.float32, device="cpu").mul(1.0).item()
+    return [
+        partial(torch.set_default_dtype, torch.get_default_dtype()),
+        partial(torch.use_deterministic_algorithms, is_deterministic, warn_only=warns_only),
+        partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        partial(torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled(), checks_nan),
+        partial(torch.set_autocast_dtype, "cpu", torch.get_autocast_dtype("cpu")),
+        partial(torch.set_flush_denormal, is_flushing),
+        partial(torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled()),  # type: ignore[no-untyped-call]
+        partial(torch.backends.cuda.enable_math_sdp, torch.backends.cuda.math_sdp_enabled()),  # type: ignore[no-untyped-call]
+        partial(_set_mkldnn, bool(torch.backends.mkldnn.enabled), _matmul_precision(), _mkldnn_precisions()),
+        partial(np.seterr, **np.geterr()),
+        partial(sys.setrecursionlimit, sys.getrecursionlimit()),
+    ]
+
+
+def _matmul_precision() -> str | None:
+    """Return the precision of `torch.set_float32_matmul_precision`, or None if it has not been called."""
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the program has used ``torch.backends.mkldnn.matmul.fp32_precision`` instead
+        return None
+    return None if precision == "highest" else precision
+
+
+def _mkldnn_precisions() -> dict[str, str]:
+    """Return the precisions of mkldnn's operations that are set; torch 2.8 has none."""
+    operations = {name: getattr(torch.backends.mkldnn, name, None) for name in _MKLDNN_OPERATIONS}
+    precisions = {name: getattr(operation, "fp32_precision", "none") for name, operation in operations.items()}
+    return {name: precision for name, precision in precisions.items() if precision != "none"}
+
+
+def _set_mkldnn(enabled: bool, matmul_precision: str | None, precisions: dict[str, str]) -> None:
+    if matmul_precision is not None:
+        torch.set_float32_matmul_precision(matmul_precision)
+    for name, precision in precisions.items():
+        getattr(torch.backends.mkldnn, name).fp32_precision = precision
+    torch.backends.mkldnn.enabled = enabled  # type: ignore[assignment]
 
 
 @dataclass

@@ -116,7 +116,7 @@ def _placed(options: Options) -> Options:
 
 
 def _refuse_missing_ray(options: Options) -> None:
-    got, advice = options.as_written["distributed_backend"], 'pip install "nano-loop[ray]"'
+    got, advice = options.as_written["distributed_backend"], 'pip install "ray>=2.51"'
     if importlib.util.find_spec("ray") is None:
         raise ImportError(error_message(got, "Ray is not installed", f"Install it: {advice}"))
     version = importlib.metadata.version("ray")

@@ -1,11 +1,16 @@
-"""Shards the batches of a loader: rank r gets batches r, r+N, … of the loader's own order."""
+"""Shards the batches of a loader: rank r gets batches r, r+N, … of the loader's own order.
+
+If every rank evaluates all batches, torchmetrics must not combine their metrics; see `whole_evaluations_not_joined`.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,10 +20,13 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from nano_loop.data.random_states import diverge_rng, generators_of
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.sharding.dataset_digest import digest
 from nano_loop.distributed.sharding.own_shares import OwnShares, Source
 from nano_loop.distributed.sharding.shared_sampler_rng import AgreedItems, AgreedState
+from nano_loop.patching.attributes import replaced
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.loaders import ClassIteration, LoaderChange, Start
+from nano_loop.patching.patch_table import listening, value_in_force
 
 Loader = DataLoader[Any]
 
@@ -256,3 +264,34 @@ def _sharding_samplers(loader: Loader, size: int) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)  # missing while a loader is constructed
     samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     return [one for one in samplers if getattr(one, "num_replicas", None) == size and hasattr(one, "rank")]
+
+
+@contextmanager
+def whole_evaluations_not_joined(ranks: Ranks) -> Iterator[None]:
+    """In the body, do not synchronize metrics that are the same on all ranks because all ranks got all batches.
+
+    torchmetrics combines the states of all ranks if there is a process group, so each rank's samples would be counted.
+    Metrics of divided batches are combined.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks of the run.
+    """
+    metric = getattr(sys.modules.get("torchmetrics"), "Metric", None)
+    if metric is None:
+        yield
+        return
+    with replaced(metric, "sync", _synchronized), listening(_synchronized, ranks):
+        yield
+
+
+def _synchronized(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def sync(self: Any, *args: Any, should_sync: bool = True, **kwargs: Any) -> None:
+        ranks: Ranks = value_in_force(_synchronized)[-1]
+        may_be_whole = should_sync and ranks.context.sharding.whole
+        if not may_be_whole or len(set(ranks.gather(digest(self.metric_state)))) > 1:
+            original(self, *args, should_sync=should_sync, **kwargs)
+
+    return sync

@@ -20,9 +20,9 @@ from torch import distributed
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
+from nano_loop.distributed.comm.packing import divide
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.raw_bytes import flattened, raw_bytes, with_copy
-from nano_loop.distributed.shared_memory.reductions import name_of, reduced
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoError, error_message
 
@@ -162,7 +162,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         if tensor.layout is not torch.strided:
             _reduce_sparse(self._channel, tensor, operation, here=here)
             return
-        name = name_of(operation)
+        name = _name_of(operation)
 
         def change(whole: torch.Tensor) -> None:
             for part in _split(whole.view(-1), _PIECE):
@@ -173,13 +173,13 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         with_copy(tensor, change)
 
     def _reduce_scatter(self, output: torch.Tensor, stream: torch.Tensor, sizes: list[int], opts: Any) -> None:
-        name = name_of(opts.reduceOp)
+        name = _name_of(opts.reduceOp)
         total = self._total(f"scattered {name} of {sizes} {output.dtype}", stream, name)
         _fill(output, total[sum(sizes[: self.rank()]) :][: output.numel()])
 
     def _total(self, what: str, sent: torch.Tensor, name: str) -> torch.Tensor:
         """Return the reduction of all ranks' tensors in rank order, bitwise identical on every rank."""
-        return reduced(name, [part.view(sent.dtype) for part in self._exchange(what, sent)])
+        return _reduced(name, [part.view(sent.dtype) for part in self._exchange(what, sent)])
 
     # --- parts ---
 
@@ -269,6 +269,40 @@ def _reduce_sparse(channel: SharedChannel, tensor: torch.Tensor, operation: Any,
             total = total + part
         with torch.no_grad():  # with `detach`, a sparse tensor would not get the new indices
             tensor.copy_(total.coalesce())
+
+
+#: Combine the result of the previous ranks with the next rank's tensor, in place of the former.
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "SUM": torch.Tensor.add_,
+    "AVG": torch.Tensor.add_,
+    "PRODUCT": torch.Tensor.mul_,
+    "MIN": lambda total, other: torch.minimum(total, other, out=total),
+    "MAX": lambda total, other: torch.maximum(total, other, out=total),
+    "BAND": torch.Tensor.bitwise_and_,
+    "BOR": torch.Tensor.bitwise_or_,
+    "BXOR": torch.Tensor.bitwise_xor_,
+}
+
+
+def _name_of(operation: Any) -> str:
+    """Return the name of a torch reduction; raise a NanoError if ranks of one host cannot compute it."""
+    for name in _COMBINE:
+        if operation == getattr(ReduceOp, name):
+            return name
+    expected = f"processes on one host can compute {', '.join(_COMBINE)}"
+    raise NanoError(error_message(f"{operation}", expected, "Use one of these"))
+
+
+def _reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the reduction of all ranks' tensors in rank order, in the memory of the first."""
+    total, *others = parts
+    for other in others:
+        _COMBINE[name](total, other)
+    if name == "AVG" and (total.is_floating_point() or total.is_complex()):
+        divide(total, len(parts))
+    elif name == "AVG":
+        total.div_(len(parts), rounding_mode="trunc")
+    return total
 
 
 class SharedGroups:

@@ -325,4 +325,5 @@ def register(kind: Any, strategies: Any) -> Callable[..., str]:
 def lightning_is_missing(package: str, needed_by: str) -> ImportError:
     """Return the error of a module of nano_loop that needs one of Lightning's packages."""
     got, extra = f"{package} is not installed", needed_by.rpartition(".")[2].replace("_", "-")
-    return ImportError(error_message(got, f"{needed_by} is built on it", f'Run pip install "nano-loop[{extra}]"'))
+    advice = f'Run pip install "{extra}>=2.5,!=2.6.2,!=2.6.3"'
+    return ImportError(error_message(got, f"{needed_by} is built on it", advice))

@@ -4,8 +4,9 @@ The C function (``convolution.c``) rounds images in NHWC to bf16 without extra c
 gradient of a convolution, as a convolution of the output gradient with the flipped kernel, unless the kernel has
 several positions and a stride.
 
-oneDNN also rounds the sums to bf16. Biases and their gradients are accumulated in fp32. Only NHWC images are rounded to
-bf16: in NCHW, oneDNN is slower in bf16 than in fp32. Images of any layout round to fp16, for torch's fp32 kernel.
+oneDNN also rounds the sums to bf16. Biases and their gradients are accumulated in fp32. Images round to bf16 only in
+NHWC: in NCHW, oneDNN is slower in bf16 than in fp32. Sequences (1-D) round in any layout. All tensors round to fp16,
+for torch's fp32 kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from nano_loop.kernels import narrow_copies, override
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
 from nano_loop.kernels.convolution.weight_gradient import DIMENSIONS, FARTHEST, ConvolutionCall, Geometry
-from nano_loop.kernels.memory import BYTES, FP32, STRIDED, attempt, empty, is_plain
+from nano_loop.kernels.memory import BYTES, FP32, NHWC, STRIDED, attempt, empty, is_plain
 from nano_loop.kernels.override import ROUNDED, Algorithm, Call, Override
 from nano_loop.patching.operators import Kernel
 from nano_loop.policy.product_precision import CONVOLUTION
@@ -34,8 +35,7 @@ KERNEL = CompiledKernel(
 _FEWEST = 16
 #: Maximum stride of a weight: the offsets of 16 outputs are 32-bit integers.
 _FARTHEST_OUTPUT = 1 << 27
-#: Layouts in which the channels of a pixel are contiguous, by number of dimensions.
-_LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_SEQUENCES = 3  # dimensions of a 1-D convolution's input
 
 _INT = ctypes.c_int64
 
@@ -185,7 +185,9 @@ def can_round(call: Call, first: int, groups: int) -> bool:
     input_dtypes = (*override.FP32, *override.BF16) if first else override.FP32  # a backward may get a bf16 copy
     if groups != 1 or not is_plain(inputs, input_dtypes) or not is_plain(weight, override.FP32):
         return False
-    layout = _LAYOUTS.get(inputs.dim())
+    if inputs.dim() == _SEQUENCES:
+        return True
+    layout = NHWC.get(inputs.dim())
     return layout is not None and not inputs.is_contiguous() and inputs.is_contiguous(memory_format=layout)
 
 

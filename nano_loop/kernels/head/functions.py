@@ -195,7 +195,7 @@ def _goes_with(other: Any, lazy: LazyLogits) -> bool:
     return other.rows is lazy.rows and other.vocabulary == lazy.vocabulary and other.dtype is lazy.dtype
 
 
-# --- what is computed in chunks ---
+# --- functions computed in chunks ---
 
 
 @_takes_lazy
@@ -207,8 +207,12 @@ def _reduced(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     dim = args[0] if args else kwargs.pop("dim", -1 if name == "topk" else None)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     keeps = bool((args[1] if len(args) > 1 else kwargs.pop("keepdim", False)) and name != "topk")
+    dtype = kwargs.pop("dtype", None) if name in ("sum", "mean") else None
     if not _is_vocabulary(dim, lazy) or kwargs or len(args) > (1 if name == "topk" else 2):
         return NotImplemented
+    if dtype not in (None, torch.float32):
+        return NotImplemented
+    lazy = lazy if dtype in (None, lazy.dtype) else _in_fp32(lazy)
 
     def compute(logits: Tensor, _: Any) -> tuple[Tensor, ...]:
         results = func(logits, *count, -1)
@@ -306,20 +310,8 @@ def _loss(
 
 _REARRANGED = dict.fromkeys(
     (
-        "transpose",
-        "swapaxes",
-        "permute",
-        "movedim",
-        "unsqueeze",
-        "squeeze",
-        "flatten",
-        "view",
-        "reshape",
-        "select",
-        "narrow",
-        "split",
-        "chunk",
-        "unbind",
+        *("transpose", "swapaxes", "permute", "movedim", "unsqueeze", "squeeze", "flatten", "view", "reshape"),
+        *("select", "narrow", "split", "chunk", "unbind"),
     ),
     _rearranged,
 )

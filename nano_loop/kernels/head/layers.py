@@ -17,7 +17,7 @@ from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.kernels.override import Algorithm, Call, Override
 from nano_loop.patching.calls import calls
 from nano_loop.patching.operators import Kernel
-from nano_loop.patching.ownership import rules_now
+from nano_loop.patching.ownership import Rules, rules_now
 from nano_loop.patching.torch_private import has_saved_tensor_hooks, in_mode
 from nano_loop.patching.torch_private_autograd import in_backward, in_forward_mode
 from nano_loop.patching.user_code import is_users
@@ -26,6 +26,8 @@ LazyLogits.functions = functions.FUNCTIONS
 #: Minimum number of logits, and of classes. Below it, Python's overhead exceeds the gain.
 LEAST_LOGITS, LEAST_CLASSES = 1 << 23, 1 << 13
 LAZY = "lazy"
+#: Operators that lazy logits compute themselves, without the rules of the user's lists of operators.
+_COMPUTED = functions.FUNCTIONS.keys() | {"cross_entropy_loss"}
 
 
 def _linear(kernel: Kernel, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
@@ -56,10 +58,15 @@ def _call(kernel: Kernel, hidden: Tensor, weight: Tensor, bias: Tensor | None) -
 
 def _lazily(call: Call) -> Tensor | None:
     rules, (hidden, weight, bias) = rules_now(), call.tensors
-    if rules is None or not may_be_head(rules, weight) or _asks_for_types():
+    if rules is None or not may_be_head(rules, weight) or _has_listed(rules) or _asks_for_types():
         return None
     KERNEL.calls += 1
     return logits_of(hidden, weight, bias, rules)
+
+
+def _has_listed(rules: Rules) -> bool:
+    """Whether the user has listed an operator that lazy logits would compute, in ``bf16_ops`` or ``fp32_ops``."""
+    return any(name.partition(".")[0] in _COMPUTED for name in rules.operators)
 
 
 def _asks_for_types() -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nano_loop.kernels import override
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.memory import DENSE, FLOATS, FP32, attempt, empty, is_plain
+from nano_loop.kernels.memory import DENSE, FLOATS, FP32, NHWC, attempt, empty, is_plain
 from nano_loop.kernels.override import BF16, COMPILED, Algorithm, Call, Override
 from nano_loop.patching.operators import Kernel
 from nano_loop.patching.ownership import rules_now
@@ -35,8 +35,6 @@ _FEW_PIXELS = {torch.bfloat16: 128, torch.float32: 48}
 _DTYPES = tuple(_FEW_PIXELS)
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain with several threads, in any layout.
 MIN_ELEMENTS = 1 << 18
-#: The memory formats with contiguous channels, by number of dimensions.
-NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 #: Accepts the number of values per channel of this tensor, and two sums by channel. Adds the sums of the other parts of

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from nano_loop.config.precisions import PrecisionKind
 from nano_loop.errors import NanoConfigError, error_message
+from nano_loop.kernels.memory import NHWC
 from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.members import forget_gradients, named_parameters_of, parameters_of
 from nano_loop.patching.nested_tensors import map_tensors
@@ -24,7 +25,6 @@ from nano_loop.patching.walk import find
 from nano_loop.precision.autocast.autocast import can_train_lstms, cpu_autocast, disable_casts
 
 _DROPOUTS = ("dropout", "dropout_p", "dropout_prob", "drop_prob")
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def by_hand(model: nn.Module, kind: PrecisionKind, *, channels_last: bool = Fals
     dtype, autocast = kind.parameters or torch.float32, kind.autocast_by_hand
 
     def laid_out(tensor: Tensor) -> Tensor:
-        is_image = channels_last and tensor.layout is torch.strided and tensor.dim() in _FORMATS
-        return tensor.contiguous(memory_format=_FORMATS[tensor.dim()]) if is_image else tensor
+        is_image = channels_last and tensor.layout is torch.strided and tensor.dim() in NHWC
+        return tensor.contiguous(memory_format=NHWC[tensor.dim()]) if is_image else tensor
 
     def inward(tensor: Tensor) -> Tensor:
         is_cast = kind.parameters is not None and tensor.is_floating_point()

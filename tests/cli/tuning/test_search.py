@@ -139,7 +139,7 @@ def test_ctrl_c_chooses_the_fastest_of_what_was_measured(searched, rounds, chose
     assert tuning.rows[tuning.chosen].milliseconds == min(measured)
     if len(interrupted) == 1:
         assert tuning.rows[3].note == "not measured: interrupted"
-        assert "fastest of what was measured, after" in str(tuning)
+        assert "fastest so far, after" in str(tuning)
 
 
 def test_ctrl_c_before_there_is_a_time_to_compare_with_ends_the_search(searched):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from nano_loop.distributed.data_parallel.last_layers import split_by_depth
+from nano_loop.distributed.data_parallel.comparison import split_by_depth
 
 
 def names_of(model, *losses):

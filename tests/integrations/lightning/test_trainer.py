@@ -177,4 +177,4 @@ except ImportError as error:
     print(error)
 """
     done = executed(program, tmp_path)
-    assert f'pip install "nano-loop[{name.replace("_", "-")}]"' in done.stdout, done.stderr
+    assert f'pip install "{name.replace("_", "-")}>=2.5,' in done.stdout, done.stderr
