@@ -649,7 +649,6 @@ LOOPS = {
             two_losses,
             gradient_penalty,
             padding,
-            norms,
         ),
         *(probabilities, accumulated_words, own_gradients, own_count, averages, evaluated_between, streamed),
         *(by_workers, read_ahead, kept, prefetched, trained_in_body, augmented, dropout, noisy_transformer),
@@ -663,6 +662,6 @@ LOOPS = {
             sampling,
             checkpointed_dropout,
         ),
-        *(checkpointed_dropout_reentrant, evaluated_alone),
+        *(checkpointed_dropout_reentrant, evaluated_alone, norms),
     )
 }

@@ -513,19 +513,6 @@ def queued(run):
     return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
 
 
-def scaled_by_average(run):
-    """Divides by a moving average of the losses of the rank's part."""
-    average = [1.0]
-
-    def loss_of(model, batch):
-        loss = squares(model, batch)
-        scaled = loss / average[0]
-        average[0] = 0.5 * average[0] + 0.5 * float(loss.detach())
-        return scaled
-
-    return fit(run, mlp(6, 8, 1), loader_of(*vectors()), loss_of)
-
-
 def by_own_optimizer(run):
     """The loop creates the optimizer, as Hugging Face's Trainer does."""
     model = mlp(6, 8, 1)
@@ -700,7 +687,7 @@ def test_losses_that_become_no_means_later_are_warned_of(loop, what):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", [centered, queued, scaled_by_average])
+@pytest.mark.parametrize("loop", [centered, queued])
 def test_values_of_the_ranks_part_that_the_loop_keeps_are_warned_of(loop):
     with pytest.warns(NanoWarning, match=r"a loss of .* after the first steps, and of .* with whole batches"):
         run_of(loop)
