@@ -44,9 +44,7 @@ class Build(NamedTuple):
 BUILDS = {
     "sanitizers": Build(SANITIZERS, PRELOADED),
     "without AVX2": Build(("-march=x86-64",)),
-    # The emulation reads and writes tiles line by line, so that the sanitizer checks their addresses, too.
     "emulated AMX": Build(EMULATED_AMX, (), AMX_TESTS, WITH_AMX),
-    "emulated AMX, sanitizers": Build((*EMULATED_AMX, *SANITIZERS), PRELOADED, AMX_TESTS, WITH_AMX),
 }
 
 
