@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.workloads import users
 from benchmarks.workloads.images import resnet18_folder, resnet50, unet, vit
-from benchmarks.workloads.sequences import bert, gpt2, lstm, qwen_lora
+from benchmarks.workloads.sequences import bert, gpt2, gpt2_masked, lstm, qwen_lora
 from benchmarks.workloads.tables import mlp
 from benchmarks.workloads.untuned import convnext, distilbert, efficientnet, group_norm_unet, mobilenet, t5
 from benchmarks.workloads.workload import Workload
@@ -33,8 +33,8 @@ UNTUNED: dict[str, Callable[[bool], Workload]] = {
     "group_norm_unet": group_norm_unet,
 }
 
-#: Models with a few trained weights, while most are frozen.
-ADAPTED: dict[str, Callable[[bool], Workload]] = {"qwen_lora": qwen_lora}
+#: Language models whose logits are large, trained and with adapters.
+LANGUAGE: dict[str, Callable[[bool], Workload]] = {"gpt2_masked": gpt2_masked, "qwen_lora": qwen_lora}
 
 #: The small models that people train on CPUs. The list is fixed.
 USERS: dict[str, Callable[[bool], Workload]] = {
@@ -45,9 +45,9 @@ USERS: dict[str, Callable[[bool], Workload]] = {
         *(users.tabnet, users.bpr, users.wide),
     )
 }
-ALL = WORKLOADS | UNTUNED | ADAPTED | USERS
+ALL = WORKLOADS | UNTUNED | LANGUAGE | USERS
 #: Names of groups of workloads.
-LISTS = {"tuned": tuple(WORKLOADS), "untuned": tuple(UNTUNED), "adapted": tuple(ADAPTED), "users": tuple(USERS)}
+LISTS = {"tuned": tuple(WORKLOADS), "untuned": tuple(UNTUNED), "language": tuple(LANGUAGE), "users": tuple(USERS)}
 LISTS["all"] = tuple(ALL)
 
-__all__ = ["ADAPTED", "ALL", "LISTS", "UNTUNED", "USERS", "WORKLOADS", "Workload"]
+__all__ = ["ALL", "LANGUAGE", "LISTS", "UNTUNED", "USERS", "WORKLOADS", "Workload"]

@@ -27,6 +27,19 @@ def gpt2(small: bool) -> Workload:
     return _language_model(GPT2LMHeadModel(config), torch.randint(words, (batch, 256)), steps=4 if small else 6)
 
 
+def gpt2_masked(small: bool) -> Workload:
+    """A GPT-2 of 49M parameters, 4 sequences of 512 tokens, half of the labels ignored, AdamW; small, 1 of 128."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers, words, shape = (2, 8000, (1, 128)) if small else (7, 50257, (4, 512))
+    config = GPT2Config(vocab_size=words, n_embd=512, n_head=8, n_layer=layers, bos_token_id=0, eos_token_id=0)
+    work = _language_model(GPT2LMHeadModel(config), torch.randint(words, shape), steps=4 if small else 6)
+    tokens = work.batches[0]
+    work.batches = [(tokens, tokens.masked_fill(torch.rand(shape) < 0.5, -100))]
+    work.loss = lambda model, batch: model(input_ids=batch[0], labels=batch[1]).loss
+    return work
+
+
 def _language_model(model: nn.Module, tokens: Tensor, steps: int) -> Workload:
     return Workload(
         model,

@@ -59,6 +59,10 @@ class SplitWeights:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # weak references to storages are copied as numbers, and freed twice
 
+    def __contains__(self, data: Tensor) -> bool:
+        rest = self._rests.get(data.data_ptr())
+        return rest is not None and not rest.is_freed
+
     def of(self, data: Tensor) -> Rest:
         """Return the rests of weights: zeros if there were none."""
         address = data.data_ptr()

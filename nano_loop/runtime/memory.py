@@ -22,7 +22,7 @@ from nano_loop.errors import NanoMemoryError, error_message
 from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, named_parameters_of
-from nano_loop.patching.optimizers import held_by
+from nano_loop.patching.optimizers import closure_of, held_by, with_closure
 from nano_loop.patching.walk import find
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult, size
@@ -199,7 +199,21 @@ class MemoryWatch:
             if self._limit is not None and now > _FULL * self._limit.most:
                 raise self._error(f"{where} raises this process's memory to {size(now)} in the first step", self._limit)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Predict the peak once there are gradients: in a step with a closure, after the closure."""
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            self._predict()
+            return None
+
+        def predicting() -> Any:
+            loss = closure()
+            self._predict()
+            return loss
+
+        return with_closure(args, kwargs, predicting)
+
+    def _predict(self) -> None:
         """Predict the peak, which includes the optimizers' states that the first step creates."""
         self._parts["gradients"] = self._gradients()
         dtype, limit = self._dtype_of_states(), self._limit and self._read_limit()

@@ -150,9 +150,12 @@ def _averaging(weights: SplitWeights, original: Callable[..., Any]) -> Callable[
 
     @functools.wraps(original)
     def update_parameters(self: nn.Module, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        averages, trained = (chain(parameters_of(each), buffers_of(each)) for each in (self, model))
+        averages, trained = (chain(parameters_of(module), buffers_of(module)) for module in (self, model))
         are_written = {id(tensor): tensor for tensor in averages if tensor.dtype is torch.bfloat16}
-        tensors = [*are_written.values(), *(tensor for tensor in trained if tensor.dtype is torch.bfloat16)]
+        read = [tensor for tensor in trained if tensor.dtype is torch.bfloat16]
+        if not any(tensor in weights for tensor in read):  # it is not a model of the run
+            return original(self, model, *args, **kwargs)
+        tensors = [*are_written.values(), *read]
         narrow = [(tensor, tensor.data) for tensor in tensors]
         convert_data(tensors, weights.wide)
         try:

@@ -10,7 +10,7 @@ from benchmarks.case import build, perform
 from benchmarks.fresh import fresh
 from benchmarks.limits import step_flops
 from benchmarks.systems import SYSTEMS
-from benchmarks.workloads import ADAPTED, UNTUNED, USERS, WORKLOADS
+from benchmarks.workloads import LANGUAGE, UNTUNED, USERS, WORKLOADS
 from nano_loop.precision.autocast.autocast import can_train_lstms
 
 FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, with twice as many rows
@@ -68,7 +68,7 @@ WITHOUT_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, rea
 
 
 OF_TRANSFORMERS = [
-    pytest.param(name, marks=WITHOUT_TRANSFORMERS) for name in (*UNTUNED, *ADAPTED) if name != "group_norm_unet"
+    pytest.param(name, marks=WITHOUT_TRANSFORMERS) for name in (*UNTUNED, *LANGUAGE) if name != "group_norm_unet"
 ]
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks import first_steps, hosts, learning, products, shapes
+from benchmarks import first_steps, head, hosts, learning, products, shapes
 from benchmarks.attention import BLOCKS, TORCH, Shape, measure, row
 from benchmarks.layers import LAYERS
 from benchmarks.libraries.__main__ import page
@@ -129,3 +129,14 @@ def test_slower_is_slower_by_the_fastest_and_by_the_medians():
     assert not row([1.0, 2.0, 2.0], [2.0, 2.0, 2.0]).is_slower
     assert row([1.0], [2.0]).ratio(min) == pytest.approx(2 / 3)
     assert "**0.67**" in shapes.markdown([row([1.0], [2.0]).as_dict()])
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="it needs torch 2.13")
+def test_ways_to_compute_a_head_have_one_loss():
+    torch.manual_seed(0)
+    layer, hidden = torch.nn.Linear(8, 40, bias=False), torch.randn(300, 8)
+    labels = torch.randint(40, (300,))
+    losses = {name: loss(layer, hidden, labels).item() for name, loss in head.PEERS.items()}
+    for name, loss in losses.items():
+        assert loss == pytest.approx(losses["plain"], rel=1e-2 if "bf16" in name or "autocast" in name else 1e-5)
+    assert head.measure("nano_fp32", rows=64, width=8, words=40, repeats=2)["s"] > 0

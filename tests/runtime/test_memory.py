@@ -23,17 +23,25 @@ import sys, torch, nano_loop
 from torch import nn
 from nano_loop.cpu import resident_memory
 
-wide, layers, rows, more = map(int, sys.argv[1:])
+wide, layers, rows, more, has_closure = map(int, sys.argv[1:])
 model = nn.Sequential(*(nn.Linear(wide, wide) for _ in range(layers)))
 optimizer = torch.optim.Adam(model.parameters())
 x = torch.ones(rows, wide)
 
 @nano_loop.nano(verbose=False, memory_limit=resident_memory() + more * 10**6)
 def train(model, optimizer):
-    for _ in range(3):
+    def loss():
         optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        if has_closure:
+            optimizer.step(closure=loss)
+        else:
+            loss()
+            optimizer.step()
 
 try:
     train(model, optimizer)
@@ -41,12 +49,14 @@ try:
 except nano_loop.NanoMemoryError as error:
     print(error)
 """
-#: Features, layers, rows, the available MB, and the text of the error.
+#: Features, layers, rows, the available MB, whether a closure is passed to the step, and the text of the error.
 CASES = {
-    "forward": (512, 24, 5000, 150, "the forward of"),  # 10 MB for each output
-    "backward": (2048, 16, 4, 150, "the backward of"),  # 17 MB for each gradient
-    "step": (2048, 16, 4, 450, "a training step is predicted to take"),  # and 537 MB of optimizer state
-    "nothing": (2048, 16, 4, 4000, "trained"),
+    "forward": (512, 24, 5000, 150, 0, "the forward of"),  # 10 MB for each output
+    "backward": (2048, 16, 4, 150, 0, "the backward of"),  # 17 MB for each gradient
+    "step": (2048, 16, 4, 450, 0, "a training step is predicted to take"),  # and 537 MB of optimizer state
+    "step with a closure": (2048, 16, 4, 450, 1, "a training step is predicted to take"),
+    "nothing": (2048, 16, 4, 4000, 0, "trained"),
+    "nothing in a closure": (2048, 16, 4, 4000, 1, "trained"),
 }
 
 
@@ -58,11 +68,11 @@ def test_first_step_that_is_too_large_is_an_error_with_the_layer(case: str) -> N
     assert done.returncode == 0, done.stderr
     text = done.stdout
     assert CASES[case][-1] in text
-    if case != "nothing":
-        assert ("(Linear)" in text) == (case != "step")
+    if not case.startswith("nothing"):
+        assert ("(Linear)" in text) == (not case.startswith("step"))
         assert "memory_limit=" in text
         assert "the largest tensors are" in text
-    if case == "step":
+    if case.startswith("step"):
         assert "optimizer with fewer states" in text
         assert "0.weight 16.8 MB" in text
     if case == "forward":
