@@ -605,8 +605,8 @@ FAULTS = (
     Fault("steps/allocator.py", "        _set(_LEFT)\n", "        _set(SETTINGS)\n", "tests/steps/test_allocator.py"),
     Fault(
         "runtime/clock.py",
-        "        if id(optimizer) not in self._open:\n            return\n",
-        "",
+        "        if frame is None or _is_called_by(frame):\n            return\n",
+        "        if frame is None:\n            return\n",
         "tests/runtime/test_clock.py",
     ),
     Fault(

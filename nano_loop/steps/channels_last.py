@@ -42,7 +42,7 @@ class ChannelsLast(Step):
     The weights keep their layout. oneDNN reorders them for each convolution in any case, and the result is bitwise
     identical, in the same layout.
 
-    The outputs of the model are contiguous, as in the plain loop. Inside the model, `Tensor.view` is replaced: the
+    The outputs of the model have the strides of the plain loop. Inside the model, `Tensor.view` is replaced: the
     common `x.view(batch, -1)` after a convolution needs the strides of NCHW, so on NHWC strides it falls back to
     `reshape`. Group norms in which only the weights require gradients get their input in NCHW.
 
@@ -181,8 +181,9 @@ def in_channels_last(tensor: Tensor) -> Tensor:
 
 
 def _in_plain_layout(tensor: Tensor) -> Tensor:
-    """Convert an output that was computed in NHWC to the layout of the plain loop."""
-    return tensor.contiguous() if tensor.dim() in NHWC and _is_nhwc(tensor) else tensor
+    """Convert an output that is NHWC only because of the conversion to the layout of the plain loop."""
+    is_ours = tensor.dim() in NHWC and _is_nhwc(tensor) and (torch.compiler.is_compiling() or is_converted(tensor))
+    return tensor.contiguous() if is_ours else tensor
 
 
 def _is_nhwc(tensor: Tensor) -> bool:

@@ -112,7 +112,7 @@ def test_numbers_of_processes_that_share_batches_are_timed_and_the_fastest_is_us
     found = json.loads(done.stdout)
     counts = [row["options"].get("num_processes") for row in found["rows"]]
     assert 2 in counts
-    assert all(len(row["seconds"]) == 2 for row in found["rows"])
+    assert all(row["seconds"] for row in found["rows"]), found["rows"]  # one round, if much slower
     used, status = ran("train.py", "3").stdout.split()
     is_learnt = found["waits"] < BUSY
     assert status == ("applied" if is_learnt else "skipped")

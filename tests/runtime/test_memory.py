@@ -222,7 +222,7 @@ def test_limit_of_the_cgroup_is_an_error_that_advises_more_memory(monkeypatch: A
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{value}\n")
     monkeypatch.setattr(memory, "Tree", lambda root: Tree(tmp_path))
-    with pytest.raises(nano_loop.NanoMemoryError, match=r"the cgroup allows .*let the process have more memory\.$"):
+    with pytest.raises(nano_loop.NanoMemoryError, match=r"the cgroup allows .*give the process more memory\.$"):
         trained(body=lambda step, model: pytest.fail("a step"))
 
 

@@ -93,6 +93,30 @@ def test_input_that_a_model_returns_is_the_caller_s(step, change):
     assert torch.equal(other.grad, torch.autograd.grad(plainly(change, other).sum(), other)[0])
 
 
+class Normed(nn.Module):
+    """A convolution with a residual sum, or with a layer norm over its channels."""
+
+    def __init__(self, permutes):
+        super().__init__()
+        self.permutes = permutes
+        self.convolution, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.LayerNorm(8)
+
+    def forward(self, x):
+        y = self.convolution(x)
+        return self.norm(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if self.permutes else y.relu() + x
+
+
+@pytest.mark.parametrize("of_caller", [torch.contiguous_format, torch.channels_last], ids=["NCHW", "NHWC"])
+@pytest.mark.parametrize("permutes", [False, True], ids=["sum", "permuted"])
+def test_outputs_have_the_strides_of_the_plain_loop(step, permutes, of_caller):
+    model, x = Normed(permutes), torch.rand(2, 8, 6, 5).contiguous(memory_format=of_caller)
+    expected = model(x)
+    step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
+    found = model(x)
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found, expected)
+
+
 def plainly(change, other):
     hidden = other * 1
     change(hidden)

@@ -125,7 +125,7 @@ class RandomDraws:
         if share is None or not may_be_by_batch(tensor, generator):
             return None
         number, split.draws = split.draws, split.draws + 1  # a nested draw counts as well
-        if self._draws:
+        if self._draws or is_of_parameter(tensor):  # weights are initialized alike, also if one rank evaluated before
             return None
         if not number:
             self._places.clear()
