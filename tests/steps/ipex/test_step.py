@@ -66,10 +66,11 @@ def cpu(name, architecture, *sets):
 
 REQUEST, TO_28 = "^use_ipex=True: ", r", which replaces torch .* by 2\.8\.0\.$"
 # The versions of torch and IPEX, the machine, and the message.
+INSTALL = r"pip install torch==2\.8\.0 intel-extension-for-pytorch==2\.8\.0"
 REFUSED = {
-    "none": ("2.13.0", None, None, rf'{REQUEST}.*Omit it, or run pip install "nano-loop\[ipex\]"{TO_28}'),
+    "none": ("2.13.0", None, None, rf"{REQUEST}.*Omit it, or run {INSTALL}{TO_28}"),
     # The message must not suggest a torch that nano_loop refuses.
-    "of another torch": ("2.8.0", "2.7.0", None, r'pip install "nano-loop\[ipex\]"\.$'),
+    "of another torch": ("2.8.0", "2.7.0", None, rf"{INSTALL}\.$"),
     **{
         f"with torch {version}": (
             *(version, "2.8.0", None),
