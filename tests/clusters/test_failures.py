@@ -253,7 +253,7 @@ def test_missing_and_old_ray_are_import_errors(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.49.1")
     with pytest.raises(
-        ImportError, match=r'with Ray 2.49.1: Ray 2.51 or later is required. .* pip install "nano-loop\[ra'
+        ImportError, match=r'with Ray 2.49.1: Ray 2.51 or later is required. .* pip install "ray>=2.51"'
     ):
         nano(**OPTIONS)(small.fit)(*small.parts())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
