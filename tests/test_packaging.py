@@ -384,7 +384,7 @@ PRINTED = {
     "python train.py": "C kernels",
     "nano-loop doctor": "kernels in C",
     "nano-loop run": "applied  fused_optimizer",
-    "nano-loop tune": "fastest (",
+    "nano-loop tune": "fastest, after",
     "nano-loop profile": "optimizer",
 }
 
