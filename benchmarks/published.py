@@ -163,11 +163,12 @@ def _of_all_systems(results: Results, unit: str, shown: Any) -> str:
 
 def ratios(results: Results) -> str:
     """Return the speed of nano_loop relative to its peers, and its share of the machine's rate."""
-    head = ["", "best peer", "nano × best peer (rounds)", "nano × plain", "nano_fp32 × plain"]
+    own = "nano" if all("nano" in each["systems"] for each in results["workloads"].values()) else "nano_products"
+    head = ["", "best peer", f"{own} × best peer (rounds)", f"{own} × plain", "nano_fp32 × plain"]
     head += ["nano_ipex × IPEX by hand (rounds)", "share of the matmul rate", "disturbed rounds"]
     rows = []
     for name, each in results["workloads"].items():
-        nano, with_ipex = each["systems"]["nano"], each["use_ipex"]
+        nano, with_ipex = each["systems"][own], each["use_ipex"]
         by_hand = "–"
         if with_ipex:
             by_hand = _ratio(with_ipex["ratio_to_ipex_by_hand"], with_ipex["ratio_to_ipex_by_hand_range"])
