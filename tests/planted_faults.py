@@ -238,7 +238,7 @@ FAULTS = (
     ),
     Fault(
         "distributed/data_parallel/comparison.py",
-        "wrong = self._wrong_layer([id(parameter) for _, parameter in named], distances, sizes)",
+        "wrong = differences.wrong_layer([id(one) for _, one in named], self._last_layers, self._earlier)",
         "wrong = []",
         "tests/distributed/split_batches/test_witness.py",
     ),

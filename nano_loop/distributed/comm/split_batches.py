@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -70,6 +70,11 @@ class Share(NamedTuple):
     def is_even(self) -> bool:
         """Whether every rank has the same weight."""
         return self.is_whole or self.total % self.size == 0
+
+    def may_have_rows(self, shape: Sequence[int]) -> bool:
+        """Whether a size is a multiple of some rank's number of samples. All ranks decide alike for equal shapes."""
+        counts = {Share.of(self.total, rank, self.size).samples for rank in (0, self.size - 1)}
+        return any(size and size % count == 0 for size in shape for count in counts)
 
     @property
     def weight(self) -> float:

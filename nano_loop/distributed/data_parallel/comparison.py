@@ -12,26 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nano_loop.data.random_states import checksum_of_libraries
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import REDUCTION, SplitBatches, random_state
 from nano_loop.distributed.data_parallel.checksums import are_equal, checksums, norm_of_gradients, rates_of
+from nano_loop.distributed.data_parallel.gradient_differences import DOUBLE, ROUNDED, TOLERANCE, Differences
+from nano_loop.distributed.data_parallel.loss_graph import split_by_depth
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.optimizers import held_by
 from nano_loop.patching.torch_private_autograd import has_tensor_hooks, in_backward
 from nano_loop.patching.user_code import warn
 
-_TOLERANCE, _ROUNDED = 1e-3, 2e-2  # of the norm of all gradients, and of losses; in bf16
-_DOUBLE = 1e-6  # of models in fp64, which may compute parts in fp32
-# In fp32, rounding changes the gradients of a deep network with ReLUs by 2%, and in bf16 by as much as their norm, but
-# it changes neither the loss nor the gradients of the last layers.
-_SAME_LOSSES = {_TOLERANCE: 1e-5, _ROUNDED: _ROUNDED, _DOUBLE: 1e-10}
-_OF_ALL = 1e-2  # of the tolerance: differences that are smaller, relative to all gradients, do not count
-_SAME_SUM, _MOST_ROUNDING = 1e-7, 0.05
+_SAME_SUM = 1e-7
 _CHANGED, _MOST_CHANGED = 1e-2, 0.25  # of the norm in a step; if rounding explains differences
 _OF_ALL_RANKS = "with split_batches, gradients are those of the whole batch after the backward"
 _COUNT = 'Take the samples of all ranks, such as nano_loop.all_reduce(len(x), reduce_op="sum"), and not len(x)'
@@ -80,7 +75,7 @@ class Comparison:
         self._witness = ranks.context.witness
         self._told: dict[str, Any] | None = None
         self._stepped: dict[int, Optimizer] = {}  # by id
-        self.tolerance = _ROUNDED if is_rounded else _TOLERANCE
+        self.tolerance = ROUNDED if is_rounded else TOLERANCE
         self._losses: list[float] = []  # of the whole batch
         self._has_drawn = False  # whether NumPy or `random` have drawn between a batch and its backward
         self._is_last = False  # whether the witness reports only the losses of the next backward
@@ -101,7 +96,7 @@ class Comparison:
         """Record the precision and the batch with which a model is called; see `SplitBatches.note_call`."""
         self.split.note_call(inputs, trains=trains)
         if torch.is_autocast_enabled("cpu"):
-            self.tolerance = _ROUNDED
+            self.tolerance = ROUNDED
 
     def begin_backward(self, losses: Sequence[torch.Tensor]) -> None:
         """Read the witness's results for this backward; collective at the first one of a split batch."""
@@ -122,7 +117,7 @@ class Comparison:
             is_sum = told is not None and _are_sums(told["losses"], [values for values, _ in by_rank], self.tolerance)
             self.split.reduction = self._ranks.broadcast("sum" if is_sum else "mean", what=REDUCTION)
         self._told, self._losses = told, []
-        if told is not None and self.tolerance != _ROUNDED:
+        if told is not None and self.tolerance != ROUNDED:
             self._last_layers, earlier = split_by_depth(losses)
             self._earlier |= earlier
 
@@ -184,29 +179,31 @@ class Comparison:
             if not has_same or not all(are_equal(one, other, torch.float32) for one, other in pairs):
                 self._stop("the ranks' parameters begin with other values")
                 return
-            distances = [_distance(parameter.grad, other) for (_, parameter), other in zip(named, whole, strict=True)]
-            sizes = [_distance(gradient, None) for gradient in whole]
-        off, size = math.hypot(*distances), math.hypot(*sizes)
-        if self.tolerance == _TOLERANCE and all(parameter.dtype == torch.float64 for _, parameter in named):
-            self.tolerance = _DOUBLE
-        wrong = self._wrong_layer([id(parameter) for _, parameter in named], distances, sizes)
-        is_off = bool(wrong) or off > self.tolerance * size
+            gradients = [parameter.grad for _, parameter in named]
+            if self.tolerance == TOLERANCE and all(parameter.dtype == torch.float64 for _, parameter in named):
+                self.tolerance = DOUBLE
+            differences = Differences(gradients, whole, self.tolerance)
+        wrong = differences.wrong_layer([id(one) for _, one in named], self._last_layers, self._earlier)
+        is_off = bool(wrong) or differences.is_off
         if is_off and not self._draws_as(told):
             got = f"gradients of shares that differ from those of whole batches, due to {_UNDIVIDED}"
             warn(error_message(got, _DRAWS, _DRAW))
             self._stop(_UNDIVIDED)
             return
         self.compared += 1
-        is_bounded = not wrong and (self.tolerance == _ROUNDED or off <= _MOST_ROUNDING * size)
         has_hooks = any(has_tensor_hooks(parameter) for _, parameter in named)  # which change a share's gradient
-        if is_off and is_bounded and not has_hooks and self._is_rounding(told["losses"], distances, sizes):
-            self.rounding = max(self.rounding, off / size)
+        is_bounded = not wrong and differences.is_bounded and not has_hooks
+        if is_off and is_bounded and differences.may_be_rounding(told["losses"], self._losses):
+            self.rounding = max(self.rounding, differences.ratio(range(len(named))) or 0.0)
         elif is_off:
             places = wrong or range(len(named))
-            worst = max(places, key=distances.__getitem__)
-            size = math.hypot(*(sizes[place] for place in places))
-            ratio = f"by {math.hypot(*(distances[place] for place in places)) / size:.1g}" if size else "from none"
-            got = f"gradients of shares that differ {ratio} from those of whole batches, most in {named[worst][0]}"
+            by = (
+                f"by {differences.ratio(places):.1g}"
+                if any(map(differences.sizes.__getitem__, places))
+                else "from none"
+            )
+            name, _ = named[max(places, key=differences.distances.__getitem__)]
+            got = f"gradients of shares that differ {by} from those of whole batches, most in {name}"
             raise NanoError(error_message(got, _RULE, _WAYS + _CALLS * self.split.draws_several_rows))
 
     @staticmethod
@@ -253,32 +250,11 @@ class Comparison:
             got = f"learning rates {[*rates]}, and {[*told['rates']]} with whole batches"
             raise NanoError(error_message(got, "with split_batches, they must be equal", _COUNT))
         own, norm = norm_of_gradients(held_by(optimizer)), told["norm"]
-        allowed = _MOST_CHANGED if self.tolerance == _ROUNDED or self.rounding else _CHANGED
+        allowed = _MOST_CHANGED if self.tolerance == ROUNDED or self.rounding else _CHANGED
         if not math.isclose(own, norm, rel_tol=allowed) and math.isfinite(own + norm):
             norms = f"the norm {own:.3g}, and {norm:.3g} with whole batches"
             got = f"gradients in optimizer.step() with {norms}, unlike after the backward"
             raise NanoError(error_message(got, _OF_ALL_RANKS, _COUNT))
-
-    def _wrong_layer(self, ids: Sequence[int], distances: Sequence[float], sizes: Sequence[float]) -> list[int]:
-        """Return the places of the parameters of a last layer if some gradients of it differ and none is equal."""
-        least = _OF_ALL * self.tolerance * math.hypot(*sizes)
-        for layer in self._last_layers:
-            places = [place for place, one in enumerate(ids) if one in layer and one not in self._earlier]
-            own = [(distances[place], sizes[place]) for place in places]
-            if any(off > max(least, self.tolerance * size) for off, size in own) and not any(
-                off <= self.tolerance * size and size > least for off, size in own
-            ):
-                return places
-        return []
-
-    def _is_rounding(self, losses: Sequence[float], distances: Sequence[float], sizes: Sequence[float]) -> bool:
-        """Whether losses are the same, and so is the gradient of some parameter."""
-        nearest = _SAME_LOSSES[self.tolerance]
-        return (
-            0 < len(losses) == len(self._losses)
-            and all(math.isclose(*pair, rel_tol=nearest) for pair in zip(losses, self._losses, strict=True))
-            and any(off <= self.tolerance * size > 0 for off, size in zip(distances, sizes, strict=True))
-        )
 
     def after_step(self, optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> None:
         """Let the witness end after its next losses, once all optimizers have stepped."""
@@ -318,69 +294,3 @@ def _are_sums(whole: Sequence[float], by_rank: Sequence[Sequence[float]], tolera
         return False
     totals = map(sum, zip(*by_rank, strict=True))
     return all(math.isclose(one, total, rel_tol=tolerance) for one, total in zip(whole, totals, strict=True))
-
-
-def _distance(gradient: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """Return the norm of the difference of two gradients; a missing gradient is zero."""
-    one, two = (None if part is None else part.to_dense() for part in (gradient, other))
-    rest = one if two is None else (-two if one is None else one - two)
-    if rest is None:
-        return 0.0
-    return float(torch.linalg.vector_norm(rest, dtype=torch.complex128 if rest.is_complex() else torch.float64))
-
-
-# --- the last layers before a loss, whose gradients are not affected by rounding in earlier layers ---
-# In the autograd graph, a layer is an operation on parameters, or on values computed from parameters alone, such as a
-# transposed weight. It is a last one if no path from the loss leads to it through another layer.
-
-
-def split_by_depth(losses: Iterable[Tensor]) -> tuple[list[set[int]], set[int]]:
-    """Return the parameters of each last layer, such as the weight and the bias of a head, and those of all others.
-
-    Parameters
-    ----------
-    losses : iterable of torch.Tensor
-        The roots of a backward that has not run yet.
-
-    Returns
-    -------
-    tuple of a list of set of int and a set of int
-        The ids of the parameters. Parameters of a last layer may also be among the others, such as tied weights.
-    """
-    nodes = _from_leaves_to([loss.grad_fn for loss in losses])
-    variables = {node: getattr(node, "variable", None) for node in nodes}
-    leaves = {node: id(one) for node, one in variables.items() if isinstance(one, nn.Parameter)}
-    weights: set[Any] = set()  # nodes whose values are computed from parameters alone
-    for node in nodes:
-        inputs = [one for one, _ in node.next_functions]
-        if node in leaves or (inputs and all(one in weights for one in inputs)):
-            weights.add(node)
-    last, earlier = [], set()
-    behind: set[Any] = set()  # nodes that a path leads to through a layer
-    for node in reversed(nodes):
-        if node in weights:
-            continue
-        inputs = [one for one, _ in node.next_functions if one is not None]
-        own = {leaves[one] for one in _from_leaves_to(one for one in inputs if one in weights) if one in leaves}
-        if own and node in behind:
-            earlier |= own
-        elif own:
-            last.append(own)
-        if own or node in behind:
-            behind.update(inputs)
-    return last, earlier
-
-
-def _from_leaves_to(roots: Iterable[Any]) -> list[Any]:
-    """Return the nodes that lead to roots, each of them after its inputs."""
-    in_order, seen = [], set()
-    waiting = [(root, False) for root in roots]
-    while waiting:
-        node, has_all = waiting.pop()
-        if has_all:
-            in_order.append(node)
-        elif node is not None and node not in seen:
-            seen.add(node)
-            waiting.append((node, True))
-            waiting += [(one, False) for one, _ in node.next_functions]
-    return in_order

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from nano_loop.distributed.comm.mismatch import MEAN_LOSS
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.data_parallel.sample_weights import OVER_ALL_RANKS
+from nano_loop.distributed.data_parallel.loss_graph import OVER_ALL_RANKS
 from nano_loop.kernels.head.cross_entropy import MEAN, SUM, denominator, mean_of_rows
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import listening

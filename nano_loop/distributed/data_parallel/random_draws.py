@@ -125,7 +125,8 @@ class RandomDraws:
         if share is None or not may_be_by_batch(tensor, generator):
             return None
         number, split.draws = split.draws, split.draws + 1  # a nested draw counts as well
-        if self._draws or is_of_parameter(tensor):  # weights are initialized alike, also if one rank evaluated before
+        # Other weights are initialized alike, without the other ranks: one may have evaluated alone before.
+        if self._draws or (is_of_parameter(tensor) and not share.may_have_rows(tensor.shape)):
             return None
         if not number:
             self._places.clear()
@@ -158,8 +159,7 @@ class RandomDraws:
         if site in self._unknown:
             return
         own = [*tensor.shape]
-        may_be_known = share.is_even and any(size and size % share.samples == 0 for size in own)
-        told = self._in_witness(number) if may_be_known else None
+        told = self._in_witness(number) if share.is_even and share.may_have_rows(own) else None
         by_rank = self._ranks.gather((own, order_of(tensor), told), DRAWING)
         shapes, (_, order, told) = [shape for shape, *_ in by_rank], by_rank[0]  # no rank has more samples than rank 0
         if not share.is_even:

@@ -14,7 +14,7 @@ of pairs of samples, whose factor may have been 0 in the first step. There are t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,21 +22,11 @@ import torch
 from torch import Tensor
 
 from nano_loop.distributed.comm.split_batches import CHECK_INTERVAL, CHECKED
+from nano_loop.distributed.data_parallel.loss_graph import adds_samples, before_layers, combines, reductions
 from nano_loop.errors import error_message
-from nano_loop.kernels.head.cross_entropy import MEAN
-from nano_loop.patching.torch_private_autograd import dimensions_of, input_shape, output_numel, reduction_of
+from nano_loop.patching.torch_private_autograd import input_shape, output_numel
 from nano_loop.patching.user_code import warn
 
-#: The key, in a node's metadata, of a loss that is a mean over all ranks' rows.
-OVER_ALL_RANKS = "nano_loop: a mean over all ranks"
-#: Beginnings of the names of operators that may combine samples, unless they act on another dimension.
-_COMBINING = (
-    *("Topk", "Sort", "Kthvalue", "Median", "Index", "MaskedSelect", "Mode", "Cum", "Roll", "Flip", "MaxB", "MinB"),
-    *("Mm", "Bmm", "Cdist", "EuclideanDist", "PdistForward", "Std", "Var", "LinalgVectorNorm", "Norm", "Amax", "Amin"),
-)
-#: Those that combine samples in the first dimension only, and those that add samples there.
-_ALONG_FIRST, _ADDING = ("Softmax", "LogSoftmax", "Logsumexp", "Prod"), ("MeanBackward1", "SumBackward1")
-_MOST_NODES = 64
 #: Maximum number of reductions: a loss with more may be computed sample by sample.
 _MOST_WEIGHTS = 8
 _RULE = "with split_batches, a loss must be a mean or a sum over independent samples in every step"
@@ -175,64 +165,3 @@ def _are_equal(some: Sequence[Weight], others: Sequence[Weight], tolerance: floa
         )
 
     return all(has(others, one) for one in some) and all(has(some, one) for one in others)
-
-
-def reductions(roots: Iterable[Any]) -> list[tuple[Any, int, bool]]:
-    """Return the nodes nearest to scalar roots that reduce tensors, their numbers of elements, and which are means."""
-    waiting, nodes = [*roots], []
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen or len(seen) > _MOST_NODES:
-            continue
-        seen.add(node)
-        inputs = [(one, output_numel(one, place)) for one, place in node.next_functions if one is not None]
-        if node.metadata.get(OVER_ALL_RANKS):
-            nodes.append((node, 1, False))
-        elif all(size == 1 for _, size in inputs):
-            waiting += [one for one, _ in inputs]
-        else:
-            is_mean = node.name().startswith("Mean") or reduction_of(node) == MEAN
-            nodes.append((node, max(size for _, size in inputs), is_mean))
-    return nodes
-
-
-def before_layers(roots: Iterable[Any]) -> list[Any]:
-    """Return the nodes between scalar roots and the last layers."""
-    waiting = [*roots]
-    seen: dict[Any, None] = {}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or len(seen) > _MOST_NODES:
-            continue
-        inputs = [one for one, _ in node.next_functions]
-        if not any(map(_is_of_parameter, inputs)):  # otherwise a layer
-            seen[node] = None
-            waiting += inputs
-    return [*seen]
-
-
-def combines(node: Any, samples: int) -> bool:
-    """Whether an operator may combine samples: it does not act within the rows of this number of samples."""
-    name = node.name()
-    if name.startswith(_ALONG_FIRST):
-        return _acts_on_first(node, samples)
-    if not name.startswith(_COMBINING):
-        return False
-    is_of_rows = input_shape(node)[:1] == (samples,)
-    return not is_of_rows or not dimensions_of(node) or _acts_on_first(node, samples)
-
-
-def adds_samples(node: Any, samples: int) -> bool:
-    """Whether a node is the sum or the mean of this number of samples, but no scalar."""
-    return node.name().startswith(_ADDING) and _acts_on_first(node, samples) and output_numel(node, 0) > 1
-
-
-def _acts_on_first(node: Any, samples: int) -> bool:
-    return input_shape(node)[:1] == (samples,) and 0 in dimensions_of(node)
-
-
-def _is_of_parameter(node: Any) -> bool:
-    """Whether a node is a leaf, or a view of one, such as the transposed weight of a linear layer."""
-    inputs = [] if node is None else node.next_functions
-    return node is not None and (not inputs or (len(inputs) == 1 and hasattr(inputs[0][0], "variable")))

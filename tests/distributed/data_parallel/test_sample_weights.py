@@ -8,14 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from nano_loop import NanoWarning
-from nano_loop.distributed.data_parallel.sample_weights import (
-    OVER_ALL_RANKS,
-    SampleWeights,
-    adds_samples,
-    before_layers,
-    combines,
-    reductions,
-)
+from nano_loop.distributed.data_parallel.loss_graph import OVER_ALL_RANKS
+from nano_loop.distributed.data_parallel.sample_weights import SampleWeights
 
 MODEL = nn.Linear(3, 1)
 TOTAL = 11
@@ -160,21 +154,10 @@ def test_operators_within_the_rows_of_samples_combine_none(name):
     assert warned(weights, of_ranks(WITHIN_ROWS[name], (6, 6), weights)) == []
 
 
-def test_operators_of_compared_losses_and_of_layers_are_none_of_them():
+def test_operators_of_compared_losses_are_none_of_them():
     weights = SampleWeights()
     assert warned(weights, of_ranks(lambda e: e.topk(3)[0].mean(), (6, 6), weights), is_compared=True) == []
     assert warned(weights, of_ranks(lambda e: e.topk(4)[0].mean(), (6, 6), weights)) == []
-    model = nn.Sequential(nn.Linear(3, 4), nn.MaxPool1d(2), nn.Linear(2, 2))
-    nodes = before_layers([model(torch.ones(5, 3)).mean().grad_fn])
-    assert not any(combines(node, 5) or adds_samples(node, 5) for node in nodes)
-
-
-def test_nearest_reductions_are_found():
-    losses = torch.stack([errors(2).mean(), errors(3).mean()])
-    (found,) = reductions([losses.sum().grad_fn])
-    assert (found[0].name(), *found[1:]) == ("SumBackward0", 2, False)
-    found = reductions([(errors(2).mean() + 3 * F.l1_loss(errors(5), torch.zeros(5))).grad_fn])
-    assert sorted(one[1:] for one in found) == [(2, True), (5, True)]
 
 
 def test_mean_of_no_elements_has_a_weight():

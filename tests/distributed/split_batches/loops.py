@@ -662,6 +662,6 @@ LOOPS = {
             sampling,
             checkpointed_dropout,
         ),
-        *(checkpointed_dropout_reentrant, evaluated_alone, norms),
+        *(checkpointed_dropout_reentrant, norms, evaluated_alone),
     )
 }
