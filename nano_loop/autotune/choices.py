@@ -99,8 +99,7 @@ class Choices:
             if is_busy:
                 self._unsure |= new.keys()
         if new and not is_busy:
-            with self._file.locked():
-                self._file.write({"choices": _read(self._file) | new})
+            self._file.write({"choices": _read(self._file) | new})
 
     def forget_unsure(self) -> None:
         """Discard results measured on a busy machine, so that they are measured again."""

@@ -17,8 +17,9 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
 
 if TYPE_CHECKING:
-    from nano_loop.distributed.data_parallel.averaging import Averaging, Transport
+    from nano_loop.distributed.data_parallel.averaging import Averaging
     from nano_loop.distributed.data_parallel.comparison import Comparison
+    from nano_loop.distributed.data_parallel.means import Transport
     from nano_loop.distributed.data_parallel.witness import Witness
 
 _FILE = "averaging-gradients"

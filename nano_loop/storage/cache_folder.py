@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import json
 import os
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from nano_loop.errors import NanoError
 from nano_loop.storage.trusted_files import opened_folder, read_file, resolved, write_file
 
 _MOST_BYTES = 1 << 25  # maximum size of a JSON file
-_TRIES = 100  # to lock a folder in a second: the process that has locked it may have been stopped
 
 
 def cache_path() -> Path | None:
@@ -80,22 +77,6 @@ class JsonFile:
         except (OSError, NanoError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) and content.get("format") == self._version else {}
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Exclude the bodies of other processes that also call this, if the folder can be locked in a second."""
-        if self._path is None:
-            yield
-            return
-        with ExitStack() as stack:
-            with suppress(OSError, NanoError):
-                folder = stack.enter_context(opened_folder(self._path.parent))
-                for _ in range(_TRIES):
-                    with suppress(BlockingIOError):
-                        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        break
-                    time.sleep(0.01)
-            yield
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Replace the file. It does not change if it cannot be written, or JSON does not support the content."""

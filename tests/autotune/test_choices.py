@@ -1,11 +1,7 @@
 """Choices are saved in a user's file, which other runs may write to as well, and which may be damaged."""
 
-import fcntl
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ from nano_loop.autotune import choices as module
 from nano_loop.autotune.choices import Choice, Choices, choices_for
 from nano_loop.cpu import read_machine
 from nano_loop.kernels import compiler
-from nano_loop.storage import cache_folder
 
 FASTER = Choice("fp32", "bf16", {"bf16": 3.0, "fp32": 2.0})
 
@@ -28,44 +23,6 @@ def test_choices_are_there_again_and_those_of_others_too(tmp_path):
     mine.save()
     assert Choices(path).all() == {"a": FASTER, "b": FASTER._replace(algorithm="bf16")}
     assert [each.name for each in tmp_path.iterdir()] == ["choices.json"]
-
-
-SAVING = """
-import sys
-from pathlib import Path
-from nano_loop.autotune.choices import Choice, Choices
-choices = Choices(Path(sys.argv[1]))
-sys.stdin.readline()
-for number in range(30):
-    choices.put(f"{sys.argv[2]} {number}", Choice("fp32", "torch", {"fp32": 1.0, "torch": 2.0}))
-    choices.save()
-"""
-
-
-def test_processes_that_save_at_the_same_time_keep_the_choices_of_each_other(tmp_path):
-    path = tmp_path / "choices.json"
-    command = [sys.executable, "-c", SAVING, str(path)]
-    processes = [subprocess.Popen([*command, name], stdin=subprocess.PIPE, text=True) for name in ("a", "b")]
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    assert [process.wait(100) for process in processes] == [0, 0]
-    for process in processes:
-        process.stdin.close()
-    assert {*Choices(path).all()} == {f"{name} {number}" for name in ("a", "b") for number in range(30)}
-
-
-def test_save_does_not_wait_for_a_process_that_was_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_folder, "_TRIES", 5)
-    choices = Choices(tmp_path / "choices.json")
-    choices.put("a", FASTER)
-    descriptor = os.open(tmp_path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        choices.save()
-    finally:
-        os.close(descriptor)
-    assert Choices(tmp_path / "choices.json").all() == {"a": FASTER}
 
 
 def test_gain_is_that_over_the_guess():

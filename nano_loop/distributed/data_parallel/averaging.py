@@ -26,22 +26,15 @@ from nano_loop.data.random_states import diverge_rng
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.agreement import Agreement, Fingerprint
-from nano_loop.distributed.data_parallel.buckets import NONE, GroupTransport, Overlap
+from nano_loop.distributed.data_parallel.buckets import NONE
 from nano_loop.distributed.data_parallel.checksums import checksums
 from nano_loop.distributed.data_parallel.comparison import Comparison
 from nano_loop.distributed.data_parallel.drawing_operators import drawing
-from nano_loop.distributed.data_parallel.gradients import (
-    AveragedGradients,
-    DenseGradients,
-    are_all_dense,
-    average_sparse,
-    by_kind,
-)
 from nano_loop.distributed.data_parallel.mean_losses import means_over_all_ranks
+from nano_loop.distributed.data_parallel.means import Means, Transport
 from nano_loop.distributed.data_parallel.parameters import Parameters
 from nano_loop.distributed.data_parallel.random_draws import RandomDraws
 from nano_loop.distributed.data_parallel.roots import WeightedRoots, mean_loss
-from nano_loop.distributed.shared_memory.shared_ring import SharedMemoryTransport
 from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
@@ -57,8 +50,6 @@ from nano_loop.patching.optimizers import (
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 from nano_loop.patching.torch_private_optimizers import is_profiling
 from nano_loop.patching.user_code import warn
-
-Transport = SharedMemoryTransport | GroupTransport
 
 
 class Averaging:
@@ -95,9 +86,7 @@ class Averaging:
         self._process = os.getpid()
         self._parameters = Parameters(self._note)
         self._agreement = Agreement(ranks, self._parameters, compare=compare)
-        self._transport = transport
-        self._overlap = Overlap(transport if overlapped and isinstance(transport, GroupTransport) else None)
-        self._averaged = AveragedGradients()
+        self._means = Means(ranks, transport, overlapped=overlapped)
         self._waiting: set[int] = set()  # ids of parameters whose gradients have arrived but are not averaged yet
         self._paused: list[nn.Module] = []
         self._task = -1  # graph task id of the pending end-of-backward callback
@@ -127,7 +116,7 @@ class Averaging:
         self._parameters.forget_dropped(self._ranks.gather)
         known = set(map(id, self._parameters.in_order))
         self._waiting &= known
-        self._averaged.keep(known)
+        self._means.averaged.keep(known)
         for optimizer in optimizers:
             if optimizer not in self._at_step:
                 self._at_step[optimizer] = self._agreement.averagings
@@ -179,12 +168,12 @@ class Averaging:
             held = {id(parameter) for model in self._paused for parameter in parameters_of(model)}
             values = () if self._roots is None else (self._roots.values(), self._roots.sample_weights.take())
             arrived = self._parameters.arrived(self._waiting - held)
-            posted = self._post() if are_all_dense([arrived]) else None
-            fingerprints = self._agreement.exchange(
-                "average", arrived, self._overlap.state, *values, is_posted=posted is not None
-            )
+            in_order = self._parameters.in_order
+            is_posted = self._means.post(in_order, arrived)
+            state = self._means.overlap.state
+            fingerprints = self._agreement.exchange("average", arrived, state, *values, is_posted=is_posted)
             self._set_losses(fingerprints)
-            self._average(fingerprints, posted)
+            self._means.compute(in_order, fingerprints)
             if self._roots is not None and not held:
                 self._roots.comparison.end_backward(self._parameters)
             self._waiting &= held
@@ -194,43 +183,11 @@ class Averaging:
     def compare_rest(self) -> None:
         """At the end of the run, compare parameters whose gradients were never averaged; see `Agreement`."""
         if self._has_trained:
-            self._agreement.compare_rest(self._averaged)
+            self._agreement.compare_rest(self._means.averaged)
 
     def close(self) -> None:
         """Remove all hooks."""
         self._undoing.close()
-
-    def _post(self) -> DenseGradients | None:
-        """Let the other ranks read all gradients, if they are few; return them."""
-        if not isinstance(self._transport, SharedMemoryTransport):
-            return None
-        with torch.no_grad():
-            gradients = DenseGradients(self._parameters.in_order)
-            return gradients if self._transport.post(gradients.tensors) else None
-
-    def _average(self, fingerprints: Sequence[Fingerprint], posted: DenseGradients | None) -> None:
-        """Set the parameters' gradients to the means over all ranks, if any rank has one. Collective.
-
-        `posted` are those that this rank has posted.
-        """
-        if posted is not None and all(fingerprint.is_posted for fingerprint in fingerprints):
-            with torch.no_grad():
-                self._transport.average_posted(posted.tensors)  # type: ignore[union-attr]
-                posted.put_back()
-            self._averaged.note(self._parameters.in_order)
-            return
-        arrived = [fingerprint.arrived for fingerprint in fingerprints]
-        dense, sparse = by_kind(self._parameters.in_order, arrived)
-        done = self._overlap.finish([fingerprint.overlap for fingerprint in fingerprints])
-        in_turn = dense[::-1]  # in the order in which a backward computes them
-        with torch.no_grad():
-            gradients = DenseGradients([parameter for parameter in in_turn if id(parameter) not in done])
-            if gradients.tensors:
-                self._transport.average(gradients.tensors)
-            gradients.put_back()
-            average_sparse(sparse, self._ranks)
-        self._overlap.expect(in_turn if are_all_dense(arrived) else [])
-        self._averaged.note([*dense, *sparse])
 
     @property
     def _forked(self) -> bool:
@@ -245,9 +202,9 @@ class Averaging:
         self._noted = True
         if self._task != (task := graph_task()):
             self._task = task
-            self._overlap.start(allowed=not self._paused and not self._parameters.added_parameters)
+            self._means.overlap.start(allowed=not self._paused and not self._parameters.added_parameters)
             at_end_of_backward(self._end_backward)
-        self._overlap.send(parameter)
+        self._means.overlap.send(parameter)
 
     def _end_backward(self) -> None:
         # Several may have been queued in one backward if others ran inside it.
@@ -324,14 +281,14 @@ class Averaging:
     def _wait_for_replaced(self, held: set[int]) -> None:
         """Average gradients that the loop has put in place of means, unless they are equal on all ranks."""
         in_order = [parameter for parameter in self._parameters.in_order if id(parameter) in held]
-        replaced = self._averaged.replaced(in_order)
+        replaced = self._means.averaged.replaced(in_order)
         if not replaced:
             return
         own_checksums = repr(checksums(parameter.grad for parameter in replaced))  # as text, in which NaN equals NaN
         if len({*self._ranks.gather(own_checksums, AVERAGING)}) > 1:
             self._note_own(replaced)
         else:
-            self._averaged.note(replaced)
+            self._means.averaged.note(replaced)
 
     def _note_own(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average gradients that the loop itself has computed from this rank's share."""
