@@ -1,12 +1,10 @@
-"""Packs lists of tensors into batches of a limited size, each of which is averaged as one, and computes the means.
+"""Packs lists of tensors into batches of a limited size, each of which is averaged as one.
 
-The packing depends only on the list's shapes and dtypes, so it is the same on every rank and computed once. Elements
-are summed in their own dtype, except that 16-bit ones are summed in float32 and rounded once.
+The packing depends only on the list's shapes and dtypes, so it is the same on every rank and computed once.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -131,31 +129,3 @@ def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None
         part = min(room - batches[-1].length, length - start)
         batches[-1].add(index, torch.Size([part]), slice(start, start + part))
         start += part
-
-
-def is_summed_wider(dtype: torch.dtype) -> bool:
-    """Whether elements of this dtype are summed in float32 rather than in their own dtype."""
-    return dtype in (torch.bfloat16, torch.float16)
-
-
-def divide(total: torch.Tensor, count: int) -> None:
-    """Divide in place with correct rounding; a power of two becomes an exact and faster multiplication."""
-    if math.frexp(count)[0] == 0.5:
-        total.mul_(1 / count)
-    else:
-        total.div_(count)
-
-
-def set_to_mean(mean: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
-    """Set `mean` to the mean of `rows`, with the same bits in each process that computes it.
-
-    It adds elements one after another: `torch.sum` adds four rows or more in an order that depends on the threads.
-    """
-    first, second, *others = rows
-    is_wide = is_summed_wider(mean.dtype)
-    total = torch.add(first.float(), second) if is_wide else torch.add(first, second, out=mean)
-    for row in others:
-        total.add_(row)
-    divide(total, len(rows))
-    if is_wide:
-        mean.copy_(total)

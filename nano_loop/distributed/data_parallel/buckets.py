@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from nano_loop.distributed.comm.packing import Batch, Places, Signature, divide, is_summed_wider, pack, signature
+from nano_loop.distributed.comm.averaging_math import divide, is_summed_wider
+from nano_loop.distributed.comm.packing import Batch, Places, Signature, pack, signature
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.gradients import in_memory_order, is_plain
 from nano_loop.errors import NanoError, error_message

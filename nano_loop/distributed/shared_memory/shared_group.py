@@ -20,7 +20,7 @@ from torch import distributed
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from nano_loop.distributed.comm.packing import divide
+from nano_loop.distributed.comm.averaging_math import divide
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.raw_bytes import flattened, raw_bytes, with_copy
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel

@@ -31,16 +31,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nano_loop.distributed.comm.packing import (
-    Batch,
-    Places,
-    Signature,
-    divide,
-    is_summed_wider,
-    pack,
-    set_to_mean,
-    signature,
-)
+from nano_loop.distributed.comm.averaging_math import divide, is_summed_wider, set_to_mean
+from nano_loop.distributed.comm.packing import Batch, Places, Signature, pack, signature
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.shared_segment import LINE, SharedSegment
 from nano_loop.patching.torch_private import foreach_copy
