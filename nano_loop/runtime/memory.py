@@ -87,26 +87,9 @@ class MemoryWatch:
     From a setup with optimizers until each of these has stepped, the resident memory is read after each call of a
     module in training, and before the backward of its outputs. Before the first step, the peak of the following steps
     is predicted. Without a limit, nothing is read.
-
-    Parameters
-    ----------
-    options : Options
-        The options of the run.
-    ranks : Ranks
-        The processes of the run.
-    clock : StepClock
-        The clock of the run.
-    interceptors : CallInterceptors
-        Its call interceptors.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        ranks: Ranks,
-        clock: StepClock,
-        interceptors: CallInterceptors,
-    ) -> None:
+    def __init__(self, options: Options, ranks: Ranks, clock: StepClock, interceptors: CallInterceptors) -> None:
         self._options, self._ranks = options, ranks
         self._clock, self._interceptors = clock, interceptors
         self._models: Any = WeakIdKeyDictionary()

@@ -66,15 +66,7 @@ class Batch:
 
 
 class Places:
-    """Views into a batch, one for each of its pieces.
-
-    Parameters
-    ----------
-    pieces : sequence of Piece
-        The pieces.
-    memory : torch.Tensor
-        Flat memory of the batch's dtype.
-    """
+    """Views into flat memory of a batch's dtype, one for each of its pieces."""
 
     def __init__(self, pieces: Sequence[Piece], memory: torch.Tensor) -> None:
         self.views = [memory[piece.offset : piece.offset + piece.shape.numel()].view(piece.shape) for piece in pieces]
@@ -99,14 +91,9 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
 
 
 def pack(signature: Signature, capacity: int) -> list[Batch]:
-    """Pack a list of tensors into batches, grouping tensors of the same dtype.
+    """Pack a list of tensors into batches of at most `capacity` bytes, grouping tensors of the same dtype.
 
-    Parameters
-    ----------
-    signature : Signature
-        The shapes and dtypes of the list.
-    capacity : int
-        The maximum number of bytes per batch. Larger tensors are split.
+    Larger tensors are split.
     """
     filling: dict[torch.dtype, list[Batch]] = {}
     for index, (shape, dtype) in enumerate(zip(*signature, strict=True)):

@@ -156,10 +156,7 @@ class Averaging:
     def average(self) -> None:
         """Average gradients that are pending on any rank. Collective.
 
-        Raises
-        ------
-        NanoError
-            On every rank, if the ranks have diverged.
+        Raises a `NanoError` on every rank if the ranks have diverged.
         """
         with record_function(AVERAGING_EVENT) if is_profiling() else nullcontext():
             diverge_rng(self._ranks)  # for a model that is only called inside an autograd function, without gradients

@@ -19,12 +19,7 @@ from nano_loop.errors import NanoError, error_message
 def choose(options: Options, *, inside_run: bool) -> Launcher:
     """Return the launcher of a run.
 
-    Parameters
-    ----------
-    options : Options
-        The options of the run.
-    inside_run : bool
-        Whether it starts inside another run of this thread, which already uses the external launcher's processes.
+    A run inside another run of this thread does not use the external launcher's processes, which are in use already.
     """
     # Import launchers of several processes lazily: a run of one process starts 25 ms earlier.
     launch = None if inside_run else found_launch(os.environ)
@@ -46,10 +41,7 @@ def choose(options: Options, *, inside_run: bool) -> Launcher:
 def expected_ranks(options: Options) -> Ranks:
     """Return this process's place in its next run, as far as it is known in advance.
 
-    Raises
-    ------
-    NanoConfigError
-        If ``num_processes`` and the launcher disagree.
+    Raises a `NanoConfigError` if ``num_processes`` and the launcher disagree.
     """
     return choose(options, inside_run=innermost() is not None).expected_ranks()
 

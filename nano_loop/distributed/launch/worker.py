@@ -48,10 +48,7 @@ class State:
     def of_this_process(cls, usual_threads: int) -> State:
         """Read the settings of this process.
 
-        Parameters
-        ----------
-        usual_threads : int
-            torch's default number of compute threads here: if it is lower, the user has chosen it.
+        If its number of compute threads is lower than torch's default here, `usual_threads`, the user has chosen it.
         """
         states, threads = process_states(), torch.get_num_threads()
         settings: list[Callable[[], object]] = [
@@ -145,28 +142,11 @@ class Assignment:
 
 
 def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worker_init: object = None) -> int:
-    """Write the data for the workers to new folders in `folder`.
+    """Write the data for the workers to new folders in the run's folder in the shared-memory file system.
 
-    Parameters
-    ----------
-    payload : object
-        Their work, such as an `Assignment`.
-    folder : pathlib.Path
-        The run's folder in the shared-memory file system.
-    names : mapping of str to Any
-        See `Task`.
-    worker_init : callable, optional
-        A function that they call before they read the payload.
-
-    Returns
-    -------
-    int
-        The number of bytes of large storages and arrays that were copied.
-
-    Raises
-    ------
-    NanoWorkerError
-        If an object cannot be pickled, or a worker would import different code.
+    The `payload` is their work, such as an `Assignment`, and they call `worker_init` before they read it. For `names`,
+    see `Task`. Returns the number of bytes of large storages and arrays that were copied. Raises a `NanoWorkerError` if
+    an object cannot be pickled, or a worker would import different code.
     """
     try:
         if worker_init is not None:
@@ -184,18 +164,9 @@ Join = Callable[[Assignment, int], AbstractContextManager[RankSlot]]
 def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path) -> None:
     """Run a worker process: read its payload, do the task, and report the outcome.
 
-    Changes to the process (torch's settings, its seeds, its files) are not undone, because it ends with the run.
-
-    Parameters
-    ----------
-    reporter : Reporter
-        The connection to rank 0.
-    folder : pathlib.Path
-        The private folder for files written by this process (`nano_loop.distributed.files.folder`).
-    join : callable
-        Accepts the assignment and this rank, and returns a context in which the ranks are connected.
-    payload : pathlib.Path
-        The folder with the payload.
+    Changes to the process (torch's settings, its seeds, its files) are not undone, because it ends with the run. Files
+    that it writes are in the private `folder` (`nano_loop.distributed.files.folder`). `join` accepts the assignment and
+    this rank, and returns a context in which the ranks are connected.
     """
     note_rank(reporter.rank)
     where = ""

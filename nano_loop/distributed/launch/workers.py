@@ -26,11 +26,6 @@ class Worker(ABC):
 
     `poll` is called in the watching thread, `kill` and `stack_dump` in any thread, and `close` last.
 
-    Parameters
-    ----------
-    rank : int
-        Its rank.
-
     Attributes
     ----------
     ready, finished : bool
@@ -64,22 +59,10 @@ class Worker(ABC):
 
 
 class Workers:
-    """The workers of one run, and the thread that watches them.
+    """The workers of one run, which `end` closes, and the thread that watches them.
 
-    Parameters
-    ----------
-    workers : sequence of Worker
-        The started workers; `end` closes them.
-    interrupts : Interrupts
-        The interrupts of rank 0.
-    latest_news : float
-        Maximum seconds until the loss of a process or its host is detected. Errors that it causes on other ranks wait
-        for this long.
-
-    Raises
-    ------
-    NanoError
-        If the thread cannot be started; the workers are then closed.
+    The loss of a process or its host is detected within `latest_news` seconds. Errors that it causes on other ranks
+    wait for this long. If the thread cannot be started, the workers are closed, and a `NanoError` is raised.
     """
 
     def __init__(self, workers: Sequence[Worker], interrupts: Interrupts, latest_news: float = 0.0) -> None:

@@ -244,13 +244,7 @@ _kept: list[Server] = []  # at most one
 
 
 def server_for(slot: RankSlot) -> Server:
-    """Return the server for the worker of a slot, and others like it: the kept one if it fits, or a new one.
-
-    Parameters
-    ----------
-    slot : RankSlot
-        The slot of one of the workers.
-    """
+    """Return the server for the worker of a slot, and others like it: the kept one if it fits, or a new one."""
     folder = slot.ranks.folder
     assert folder is not None
     origin = origin_of(slot)

@@ -65,15 +65,10 @@ class ReachedModules:
             pass
 
     def refuse_edited(self) -> None:
-        """Raise if the file of a function's module was edited after its import: a worker would use the new code.
+        """Raise a NanoError if a function's module was edited after its import: a worker would use the new code.
 
         Python does not keep the source, so the code in memory is compared with the compiled file. This is only done for
         files that are newer than this process.
-
-        Raises
-        ------
-        NanoError
-            Names the file.
         """
         codes: dict[str, set[CodeType]] = defaultdict(set)
         for module, function in self._functions:

@@ -93,19 +93,8 @@ class OwnShares:
     def compare(self, ahead: Sequence[Any], source: Source) -> list[list[int]]:
         """Find out whether the ranks have different data. Collective.
 
-        Returns digests of the first samples of each rank, to recognize them on other ranks.
-
-        Parameters
-        ----------
-        ahead : sequence
-            The first items of this rank.
-        source : Source
-            The source of the items.
-
-        Raises
-        ------
-        NanoError
-            If they are from different loaders.
+        Returns digests of the first samples of each rank, to recognize them on other ranks. `ahead` are the first items
+        of this rank. Raises a `NanoError` if the items are from different loaders.
         """
         is_new = self._dataset is None
         if self._dataset is None:
@@ -134,14 +123,7 @@ class OwnShares:
     def take_all(self, items: Iterator[Any], source: Source, first: list[list[int]]) -> Iterator[Any]:
         """Yield all items of this rank, repeating its first items if other ranks have more.
 
-        Parameters
-        ----------
-        items : iterator
-            All items of this rank.
-        source : Source
-            The source of the items.
-        first : list of list of int
-            The result of `compare`.
+        `first` is the result of `compare`.
         """
         shares = self._ranks.context.sharding.own_shares
         shares.setdefault(source.name, False)

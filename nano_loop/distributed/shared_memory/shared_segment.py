@@ -66,10 +66,7 @@ class SharedSegment:
     def leave(self, *, returned: bool = True) -> None:
         """Announce that this rank will not change its counters again, so that ranks waiting for them raise.
 
-        Parameters
-        ----------
-        returned : bool
-            Whether the rank has returned from the loop rather than failed.
+        `returned` is whether the rank has returned from the loop rather than failed.
         """
         self.publish(self._left[self._ranks.rank], _RETURNED if returned else _FAILED)
 
