@@ -50,16 +50,9 @@ _HINTS = {
 
 
 class MemoryUse(NamedTuple):
-    """The memory of a process that has trained, in bytes.
+    """The memory of a process that has trained, in bytes: the peak so far, and its known parts.
 
-    Attributes
-    ----------
-    peak : int
-        The maximum so far.
-    predicted : int or None
-        Predicted in the first step; None if nothing limits the memory.
-    parts : dict
-        The known parts of the peak.
+    It is predicted in the first step, unless nothing limits the memory.
     """
 
     peak: int

@@ -52,15 +52,7 @@ def active_run() -> Run | None:
 
 
 class RunTask(Task):
-    """A task that is executed in a `Run`.
-
-    Parameters
-    ----------
-    settings : Settings
-        The settings of the run.
-    names, loop
-        See `Task`.
-    """
+    """A task that is executed in a `Run` with its settings."""
 
     #: The steps of its run, in order.
     steps: tuple[type[Step], ...] = STEPS

@@ -48,14 +48,7 @@ _CALLS = ". If a dropout gets several batches as one, such as torch.cat([x, x]),
 class Comparison:
     """Compares the gradients of this run's ranks with the witness's, until each optimizer has stepped.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The processes. The first has the witness, if any.
-    split : SplitBatches
-        The state of this rank's share.
-    is_rounded : bool
-        Whether tensors are bf16.
+    Only the first rank has the witness, if there is one. `is_rounded` is whether tensors are bf16.
 
     Attributes
     ----------

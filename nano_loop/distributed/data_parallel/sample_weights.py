@@ -39,12 +39,7 @@ _WAYS = (
 class Weight(NamedTuple):
     """The weight of each element of a reduction on one rank.
 
-    Parameters
-    ----------
-    total, own : float
-        Its factor in the loss of the whole batch, and in that of this rank.
-    elements : int
-        The number of elements.
+    It is the element's factor in the loss of the whole batch, and in that of this rank.
     """
 
     total: float

@@ -68,28 +68,12 @@ def joined(
 ) -> Iterator[RankSlot]:
     """Connect the ranks of a run until all of them have finished the task or one has failed.
 
-    Parameters
-    ----------
-    options : Options
-        The options.
-    machine : Machine
-        The part of the machine available to all ranks of this host together.
-    task : Task or None
-        The task of the other ranks; this rank runs it in the body. None if there are no ranks to start.
-    launcher : Launcher, optional
-        By default, the launcher that `choose` returns.
+    Other ranks run the task, which is None if there are none to start; this one runs it in the body. By default, the
+    launcher is the one that `choose` returns. `machine` is the part of the machine available to all ranks of this host
+    together.
 
-    Yields
-    ------
-    RankSlot
-        The slot of this process. If CPUs were assigned to it, all threads of the process are bound to them.
-
-    Raises
-    ------
-    NanoError
-        If an active run prevents it.
-    NanoWorkerError
-        If another rank fails.
+    Yields the slot of this process. If CPUs were assigned to it, all threads of the process are bound to them. Raises a
+    `NanoError` if an active run prevents it, and a `NanoWorkerError` if another rank fails.
     """
     outer = innermost()
     if outer is not None:

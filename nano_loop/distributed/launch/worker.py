@@ -118,16 +118,8 @@ def _set_mkldnn(enabled: bool, matmul_precision: str | None, precisions: dict[st
 class Assignment:
     """The work of a worker, as sent in the payload.
 
-    Parameters
-    ----------
-    task : Task
-        The task of every rank.
-    state : State
-        torch's settings, and the random states.
-    options : Options
-        The options of the run.
-    slots : list of RankSlot
-        The slots of all ranks, by rank; empty if they are only known once the ranks have joined.
+    It has torch's settings and the random states, and the slots of all ranks, by rank; none if they are only known once
+    the ranks have joined.
     """
 
     task: Task

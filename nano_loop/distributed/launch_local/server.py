@@ -64,20 +64,9 @@ serve(control, origin)
 class Server:
     """Handle of a process running `nano_loop.distributed.launch_local.fork_server`.
 
-    Only one thread at a time reads its replies; requests may come from any thread.
-
-    Parameters
-    ----------
-    origin : dict
-        The result of `nano_loop.distributed.launch_local.start.origin_of`.
-    cpus : list of int
-        The CPUs for its imports; empty for no binding.
-    folder : str or None
-        The temporary folder during its imports; None for the system's.
-    idle : float
-        Seconds without a run after which the process ends.
-    modules : iterable of str
-        The modules that it imports in addition to torch.
+    Only one thread at a time reads its replies; requests may come from any thread. The process imports `modules` in
+    addition to torch, on `cpus` if there are any, with `folder` or the system's for temporary files. It ends after
+    `idle` seconds without a run.
 
     Attributes
     ----------

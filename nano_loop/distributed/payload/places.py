@@ -39,14 +39,9 @@ Contents = tuple[Mapping[str, Any], Any]
 
 
 class LeftOut(NamedTuple):
-    """A placeholder for a value that is not sent: a worker keeps its own.
+    """A placeholder for a value that is not sent, with the reason in words: a worker keeps its own.
 
-    Attributes
-    ----------
-    words : str
-        Which value it is, and the reason.
-    is_required : bool
-        Whether it is an error if a worker has no value there.
+    `is_required` is whether it is an error if a worker has no value there.
     """
 
     words: str

@@ -42,12 +42,7 @@ _LIBRARIES = ("site-packages", "dist-packages")
 
 
 class ReachedModules:
-    """The modules that objects reach; see the module's docstring.
-
-    Parameters
-    ----------
-    roots : iterable
-        The objects sent to a worker.
+    """The modules that objects sent to a worker reach; see the module's docstring.
 
     Attributes
     ----------

@@ -44,12 +44,8 @@ def make(path: str, size: int) -> None:
 def map_whole(path: str, size: int) -> mmap.mmap:
     """Map `size` bytes of a file, which must belong to this user only.
 
-    Raises
-    ------
-    OSError
-        If it cannot be opened, or is shorter.
-    NanoError
-        If it is not a regular file, belongs to another user, or can be opened by other users.
+    Raises an OSError if it cannot be opened, or is shorter, and a `NanoError` if it is not a regular file, belongs to
+    another user, or can be opened by other users.
     """
     descriptor = open_file(path, flags=os.O_RDWR, private=True)
     try:
