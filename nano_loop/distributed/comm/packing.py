@@ -45,10 +45,6 @@ class Batch:
     length: int = 0
     pieces: list[Piece] = field(default_factory=list)
 
-    def places(self, memory: torch.Tensor) -> Places:
-        """Return views of `memory`, which is flat and has the batch's dtype, one for each piece."""
-        return Places(self.pieces, memory)
-
     def between(self, start: int, stop: int) -> list[Piece]:
         """Return the pieces of the elements from `start` to `stop` (exclusive), cut at these bounds."""
         cut = (piece.between(start, stop) for piece in self.pieces)

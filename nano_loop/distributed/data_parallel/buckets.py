@@ -88,7 +88,7 @@ class GroupTransport:
         self._missing = [len(batch.pieces) for batch in batches]
         self._buckets, self._places = [], []  # frees the previous ones first
         self._buckets = [_empty_bucket(batch) for batch in batches]
-        self._places = [batch.places(bucket) for batch, bucket in zip(batches, self._buckets, strict=True)]
+        self._places = [Places(batch.pieces, bucket) for batch, bucket in zip(batches, self._buckets, strict=True)]
         self._has_begun = True
 
     @torch.no_grad()

@@ -271,15 +271,11 @@ def start_early(slot: RankSlot) -> None:
 
     It imports torch while the caller creates its model and reads its data. Errors are left for the run to report.
     """
-    if _kept or not sys.executable or _torch_makes_a_folder():
+    # Importing torch 2.8 creates a temporary folder, which should be in the folder of a run.
+    if _kept or not sys.executable or is_older_than(2, 9):
         return
     with contextlib.suppress(OSError), standard_streams_open():
         _keep(Server(origin_of(slot), cpus_of(slot), None, IDLE, [*_imported(), COMPILER_PACKAGE]))
-
-
-def _torch_makes_a_folder() -> bool:
-    """Whether importing torch creates a temporary folder, as in 2.8. It should be in the folder of a run."""
-    return is_older_than(2, 9)
 
 
 def keep(server: Server) -> None:

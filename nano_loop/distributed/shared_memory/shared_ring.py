@@ -126,7 +126,8 @@ class SharedMemoryTransport:
         (batch,) = batches
         rows = [[*self._memory[turn, :-1, : batch.nbytes].view(batch.dtype)] for turn in range(2)]
         mean = torch.empty_like(rows[0][0])
-        return _Short([batch.places(row[self._rank]) for row in rows], rows, mean, batch.places(mean))
+        inputs = [Places(batch.pieces, row[self._rank]) for row in rows]
+        return _Short(inputs, rows, mean, Places(batch.pieces, mean))
 
     def _post(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor]) -> None:
         self._segment.wait(self._reduced, self._base + number + 1 - _SLOTS)
