@@ -52,7 +52,7 @@ _HINTS = {
 class MemoryUse(NamedTuple):
     """The memory of a process that has trained, in bytes: the peak so far, and its known parts.
 
-    It is predicted in the first step, unless nothing limits the memory.
+    The peak is predicted in the first step, unless nothing limits the memory.
     """
 
     peak: int

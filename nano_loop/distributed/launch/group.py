@@ -76,9 +76,9 @@ def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
 def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: str | None = None) -> Iterator[None]:
     """Create torch's default process group of the ranks that meet at a store, and destroy it on exit.
 
-    `backend` is torch.distributed's name of the backend; None means gloo. gloo uses the network interface of `address`,
-    an address of this host, unless the user has chosen one by ``GLOO_SOCKET_IFNAME``. With None, it resolves the host's
-    name.
+    Its collectives have the timeout of the ranks. `backend` is torch.distributed's name of the backend; None means
+    gloo. gloo uses the network interface of `address`, an address of this host, unless the user has chosen one by
+    ``GLOO_SOCKET_IFNAME``. With None, it resolves the host's name.
     """
     timeout = timedelta(seconds=ranks.timeout)
     try:

@@ -131,7 +131,7 @@ class Launcher(ABC):
 class Alone(Launcher):
     """One rank, this process, which is bound to CPUs only with ``cpu_for_each_process``.
 
-    This many such `processes`, which were started externally, share the machine.
+    `processes` is the number of such runs that share the machine, in processes that were started externally.
     """
 
     def __init__(self, options: Options, processes: int = 1) -> None:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -133,19 +133,19 @@ class Assignment:
         return self.options.processes
 
 
-def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worker_init: object = None) -> int:
+def write_payload(assignment: Assignment, folder: Path) -> int:
     """Write the data for the workers to new folders in the run's folder in the shared-memory file system.
 
-    The `payload` is their work, such as an `Assignment`, and they call `worker_init` before they read it. For `names`,
-    see `Task`. Returns the number of bytes of large storages and arrays that were copied. Raises a `NanoWorkerError` if
-    an object cannot be pickled, or a worker would import different code.
+    They call `worker_init` before they read the assignment. Returns the number of bytes of large storages and arrays
+    that were copied. Raises a `NanoWorkerError` if an object cannot be pickled, or a worker would import other code.
     """
+    worker_init = assignment.options.worker_init
     try:
         if worker_init is not None:
             (folder / WORKER_INIT).mkdir()
             dump(worker_init, folder / WORKER_INIT, {"worker_init": worker_init})
         (folder / PAYLOAD).mkdir()
-        return dump(payload, folder / PAYLOAD, names)
+        return dump(assignment, folder / PAYLOAD, assignment.task.names)
     except NanoError as error:
         raise NanoWorkerError(str(error), rank=0) from error
 

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -62,13 +62,13 @@ class Workers:
     """The workers of one run, which `end` closes, and the thread that watches them.
 
     The loss of a process or its host is detected within `latest_news` seconds. Errors that it causes on other ranks
-    wait for this long. If the thread cannot be started, the workers are closed, and a `NanoError` is raised.
+    wait for this long. If a worker or the thread cannot be started, the other workers are closed.
     """
 
-    def __init__(self, workers: Sequence[Worker], interrupts: Interrupts, latest_news: float = 0.0) -> None:
+    def __init__(self, workers: Iterable[Worker], interrupts: Interrupts, latest_news: float = 0.0) -> None:
         self.interrupts = interrupts
         self.latest_news = latest_news
-        self._workers = workers
+        self._workers: list[Worker] = []
         self._failures: list[Failure] = []
         self._failed_at: float | None = None
         self._failure: Failure | None = None  # the failure that ends the run
@@ -76,10 +76,12 @@ class Workers:
         self._ending = False
         self._thread: int | None = threading.get_ident()  # rank 0's thread while it is in the loop
         self._watch = threading.Thread(target=self._watch_workers, name="nano_loop watch", daemon=True)
-        with limits_in_words("the processes of a run could not be watched", SHARED_MEMORY), ExitStack() as stack:
+        with ExitStack() as stack:
             for worker in workers:
+                self._workers.append(worker)
                 stack.callback(worker.close)
-            start_thread(self._watch)
+            with limits_in_words("the processes of a run could not be watched", SHARED_MEMORY):
+                start_thread(self._watch)
             stack.pop_all()
 
     @property

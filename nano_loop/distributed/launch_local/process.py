@@ -144,17 +144,6 @@ class WorkerProcess(Worker):
         return died(self.rank, exitcode, words)
 
 
-def forked(server: Server, slots: Sequence[RankSlot], verbose: bool = False) -> list[WorkerProcess]:
-    """Return a new worker for each slot; if one cannot be started, end the others."""
-    workers: list[WorkerProcess] = []
-    with contextlib.ExitStack() as stack:
-        for slot in slots:
-            workers.append(WorkerProcess(server, slot, verbose))
-            stack.callback(workers[-1].close)
-        stack.pop_all()
-    return workers
-
-
 _PATIENCE = 20.0  # seconds that rank 0 waits for it, plus N times its own running time
 
 

@@ -65,8 +65,7 @@ class Server:
     """Handle of a process running `nano_loop.distributed.launch_local.fork_server`.
 
     Only one thread at a time reads its replies; requests may come from any thread. The process imports `modules` in
-    addition to torch, on `cpus` if there are any, with `folder` or the system's for temporary files. It ends after
-    `idle` seconds without a run.
+    addition to torch, on `cpus` if there are any, with `folder` or the system's for temporary files.
 
     Attributes
     ----------
@@ -74,14 +73,12 @@ class Server:
         Whether it has finished its imports, and whether it has ended.
     """
 
-    def __init__(
-        self, origin: dict[str, Any], cpus: list[int], folder: str | None, idle: float, modules: Iterable[str]
-    ) -> None:
+    def __init__(self, origin: dict[str, Any], cpus: list[int], folder: str | None, modules: Iterable[str]) -> None:
         self.origin = origin
         self.ready = self.gone = self._answered = False
         self.pid: int | None = None  # known once it has started
         self._reading = threading.RLock()
-        setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": idle}
+        setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": IDLE}
         with contextlib.ExitStack() as stack:
             ours, other = socket.socketpair()
             self._control = Stream(ours)
@@ -247,7 +244,7 @@ def server_for(slot: RankSlot) -> Server:
         message = error_message(f"{reason}: sys.executable is {sys.executable!r}", _IS_PYTHON, _HAS_NANO_LOOP)
         raise NanoWorkerError(message, rank=slot.ranks.rank)
     try:
-        return Server(origin, cpus_of(slot), str(folder), IDLE, _imported())
+        return Server(origin, cpus_of(slot), str(folder), _imported())
     except OSError as error:
         if limit_in_words(error, folder):
             raise
@@ -275,7 +272,7 @@ def start_early(slot: RankSlot) -> None:
     if _kept or not sys.executable or is_older_than(2, 9):
         return
     with contextlib.suppress(OSError), standard_streams_open():
-        _keep(Server(origin_of(slot), cpus_of(slot), None, IDLE, [*_imported(), COMPILER_PACKAGE]))
+        _keep(Server(origin_of(slot), cpus_of(slot), None, [*_imported(), COMPILER_PACKAGE]))
 
 
 def keep(server: Server) -> None:
