@@ -65,12 +65,8 @@ def same_draws() -> AbstractContextManager[None]:
 def replacement(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor]:
     """Return the replacement of the CPU kernel of ``aten::bernoulli_.float``, which makes the same draws.
 
-    Draws are fast inside `vectorized_draws`, and in the order of the plain loop (see `drawing_order`).
-
-    Parameters
-    ----------
-    original : callable or None
-        The original kernel. None if torch does not return it.
+    Draws are fast inside `vectorized_draws`, and in the order of the plain loop (see `drawing_order`). `original` is
+    the original kernel, or None if torch does not return it.
     """
 
     def bernoulli_(
@@ -95,14 +91,8 @@ def replacement(original: Callable[..., torch.Tensor] | None) -> Callable[..., t
 def fill(tensor: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
     """Fill `tensor` in place with ones, with probability `p`, and zeros, and return it.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Dense, on the CPU, of any shape, and of one of the dtypes of `_ONES`.
-    p : float
-        The probability of a one, from 0 to 1.
-    generator : torch.Generator
-        The CPU generator, which advances as in torch.
+    The tensor is dense, on the CPU, of any shape, and of one of the dtypes of `_ONES`. `p` is from 0 to 1. The
+    generator is a CPU generator, which advances as in torch.
     """
     with _lock:
         while True:

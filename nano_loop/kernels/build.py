@@ -114,10 +114,7 @@ class CompiledKernel:
     def __call__(self, function: str, *arguments: Argument) -> int:
         """Call a function and return its result, if any.
 
-        Raises
-        ------
-        UnsupportedTensorError
-            If the function does not support a tensor. Nothing is computed in this case.
+        Raises an `UnsupportedTensorError` if the function does not support a tensor. Nothing is computed in this case.
         """
         tensors = [argument for argument in arguments if argument is None or isinstance(argument, Tensor)]
         check(tensors, self.functions[function])
@@ -156,10 +153,7 @@ def _as_c(argument: Argument) -> object:
 def level() -> Level:
     """Return the instruction set level of this process.
 
-    Raises
-    ------
-    UnavailableError
-        If ``NANO_LOOP_KERNELS`` disables kernels.
+    Raises an `UnavailableError` if ``NANO_LOOP_KERNELS`` disables kernels.
     """
     return chosen_level(kernels_choice(os.environ), read_machine().instruction_sets)
 
@@ -199,19 +193,11 @@ def for_report(reason: str) -> str:
 def compiled(name: str, is_threaded: bool = True) -> ctypes.CDLL:
     """Return the library compiled from ``<name>.c``.
 
-    Parameters
-    ----------
-    name : str
-        The name of the file, without its suffix.
-    is_threaded : bool
-        Whether it uses torch's threads. Its functions then release the GIL. Other functions take microseconds and hold
-        it.
+    If it uses torch's threads (`is_threaded`), its functions release the GIL. Other functions take microseconds and
+    hold it.
 
-    Raises
-    ------
-    UnavailableError
-        If no compiler is found, the compiler fails, the package's library is damaged, or the library would use a
-        different OpenMP runtime than torch.
+    Raises an `UnavailableError` if no compiler is found, the compiler fails, the package's library is damaged, or the
+    library would use a different OpenMP runtime than torch.
     """
     file = library_name(name, level())
     reason = why_none() if is_threaded else None

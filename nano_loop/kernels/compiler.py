@@ -47,14 +47,9 @@ _CONSEQUENCES = ("compilation terminated", "ld returned", "warning:", "note:")
 
 
 class UnavailableError(Exception):
-    """A compiled kernel is not available.
+    """A compiled kernel is not available. The reason is one line, for the report.
 
-    Parameters
-    ----------
-    reason : str
-        The reason, in one line, for the report.
-    output : str
-        The full output of the compiler. Empty if it has not run.
+    `output` is the full output of the compiler. It is empty if the compiler has not run.
     """
 
     def __init__(self, reason: str, output: str = "") -> None:
@@ -89,17 +84,10 @@ NATIVE = Level(COMPILE, tuple(filter(None, [_NATIVE.get(platform.machine())])), 
 def chosen_level(choice: str | None, instruction_sets: Collection[str]) -> Level:
     """Return the instruction set level of a process.
 
-    Parameters
-    ----------
-    choice : str or None
-        The value of ``NANO_LOOP_KERNELS``. None: the best level that the CPU supports if packaged, otherwise `NATIVE`.
-    instruction_sets : collection of str
-        The features of the CPU, by Linux's names.
+    `choice` is the value of ``NANO_LOOP_KERNELS``. None means the best level that the CPU supports if packaged,
+    otherwise `NATIVE`. `instruction_sets` are the features of the CPU, by Linux's names.
 
-    Raises
-    ------
-    UnavailableError
-        If the choice is `OFF`, or a level that the CPU does not support.
+    Raises an `UnavailableError` if the choice is `OFF`, or a level that the CPU does not support.
     """
     if choice == OFF:
         raise UnavailableError("NANO_LOOP_KERNELS=off")
@@ -164,10 +152,7 @@ def damage_of(library: Path) -> str | None:
 def compiler_command() -> list[str]:
     """Return the command of the C compiler: ``CC``, or the first one that is installed.
 
-    Raises
-    ------
-    UnavailableError
-        If there is no compiler.
+    Raises an `UnavailableError` if there is no compiler.
     """
     named = shlex.split(os.environ.get("CC", ""))
     for command in [named] if named else [[name] for name in _COMPILERS]:
@@ -180,10 +165,7 @@ def compiler_command() -> list[str]:
 def compile_library(name: str, level: Level, library: Path, seconds: float = _SECONDS) -> None:
     """Compile ``<name>.c`` into a library. The compiler's temporary files are in the library's folder.
 
-    Raises
-    ------
-    UnavailableError
-        If there is no compiler, or it fails.
+    Raises an `UnavailableError` if there is no compiler, or it fails.
     """
     command, source, compiled = compiler_command(), SOURCES / f"{name}.c", library.with_suffix(".o")
     parallel = _PARALLEL if _DIRECTIVE in source.read_bytes() else ()

@@ -140,16 +140,8 @@ def drawn(
 
     Functions that are `listening` to this one are called first. They return the filled tensor, or None.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        The tensor to fill.
-    generator : torch.Generator or None
-        The source of random numbers; None for torch's default generator.
-    fill : callable
-        Fills a tensor in memory order and returns it.
-    is_mask : bool
-        Whether the values are a mask or noise, rather than an initial parameter.
+    `fill` fills a tensor in memory order and returns it. If `generator` is None, random numbers are from torch's
+    default generator. `is_mask` is whether the values are a mask or noise, rather than an initial parameter.
     """
     if is_drawn_as_nchw(tensor, generator):
         return tensor.copy_(drawn(contiguous_like(tensor), generator, fill, is_mask=is_mask))

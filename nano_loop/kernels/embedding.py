@@ -56,18 +56,10 @@ KERNEL = CompiledKernel(
 
 
 class Lookups(NamedTuple):
-    """Rows that were looked up together during a backward.
+    """Rows that were looked up together during a backward. Their gradient is of shape (..., width).
 
-    Attributes
-    ----------
-    gradient : torch.Tensor
-        The gradient of the looked-up rows, of shape (..., width).
-    indices : torch.Tensor
-        The indices of the rows, in int64.
-    sources : torch.Tensor or None
-        The rows of `gradient` that correspond to the indices, in int64. None: they are in the same order.
-    padding : int
-        The index of the row without a gradient, or -1.
+    `indices` are the indices of the rows. `sources` are the rows of `gradient` that correspond to the indices, or None
+    if they are in the same order. Both are int64. `padding` is the index of the row without a gradient, or -1.
     """
 
     gradient: Tensor
@@ -101,17 +93,9 @@ class _State:
 
 
 class RowGradient:
-    """The gradient of one table, and the rows that are nonzero.
+    """The gradient of one fp32 table, and the rows that are nonzero. `marks` has one byte per row, as in ``rows.c``.
 
-    Parameters
-    ----------
-    weight : torch.nn.Parameter
-        The fp32 table. It is not referenced, not even weakly: `torch.utils.swap_tensors` rejects that.
-
-    Attributes
-    ----------
-    marks : torch.Tensor
-        One byte per row, as in ``rows.c``.
+    The table is not referenced, not even weakly: `torch.utils.swap_tensors` rejects that.
     """
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -167,10 +151,7 @@ class RowGradient:
     def raw(self, gradient: Tensor) -> Tensor | None:
         """Return the gradient for C functions if it was computed last and has not been written to.
 
-        Parameters
-        ----------
-        gradient : torch.Tensor
-            A contiguous gradient of the table's shape.
+        The gradient is contiguous and has the table's shape.
         """
         return self._sums.raw if self._sums is not None and _shares(gradient, self._sums.raw) else None
 

@@ -31,14 +31,9 @@ class UnsupportedTensorError(RuntimeError):
 
 
 class Pointer(NamedTuple):
-    """A parameter of a C function that accepts a tensor or None.
+    """A parameter of a C function that accepts a tensor of one of some dtypes, or None.
 
-    Attributes
-    ----------
-    dtypes : tuple of torch.dtype
-        The supported dtypes.
-    layout : {"contiguous", "dense", "strided"}
-        The order of the elements in memory.
+    `layout` is the order of the elements in memory: `CONTIGUOUS`, `DENSE` or `STRIDED`.
     """
 
     dtypes: tuple[torch.dtype, ...]

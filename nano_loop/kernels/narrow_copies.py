@@ -126,16 +126,10 @@ def discard_copies(tensor: Tensor) -> None:
 def keeping(operator: str, names: Mapping[int, str], backward: str, only_for: int | None = None) -> Override:
     """Return an override of a product that keeps factors in bf16 if it rounds them.
 
-    Parameters
-    ----------
-    operator : str
-        The product.
-    names : mapping of int to str
-        By the positions of factors in the arguments, the attributes of its node that have them, without ``_saved_``.
-    backward : str
-        The operator that its backward calls, whose override has `reads_copies`.
-    only_for : int, optional
-        The position of the tensor without whose gradient the node has no factors.
+    The keys of `names` are the positions of factors in the arguments. The values are the attributes of the product's
+    node that have these factors, without ``_saved_``. `backward` is the operator that its backward calls, whose
+    override has `reads_copies`. `only_for` is the position of the tensor without whose gradient the node has no
+    factors, if there is one.
     """
     places = tuple(names)
 

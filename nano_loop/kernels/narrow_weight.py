@@ -69,14 +69,9 @@ class Scratch:
 
 
 class Numbers:
-    """The values of a weight and its views.
+    """The values of a weight and its views, and the memory for products.
 
-    Parameters
-    ----------
-    scratch : Scratch
-        The memory for products.
-    narrow, wide : torch.Tensor or None
-        The values in bf16 or in the apparent dtype: exactly one of the two.
+    The values are in bf16 (`narrow`) or in the apparent dtype (`wide`). Exactly one of the two is not None.
     """
 
     def __init__(self, scratch: Scratch, narrow: Tensor | None, wide: Tensor | None = None) -> None:
@@ -108,12 +103,7 @@ class Numbers:
 class NarrowWeight(Tensor):
     """An fp32 weight without memory, or a view of one.
 
-    Attributes
-    ----------
-    numbers : Numbers
-        Its values, shared with its views.
-    products : dict
-        Functions for products that round, by operator.
+    `numbers` are its values, shared with its views. `products` are functions for products that round, by operator.
     """
 
     products: ClassVar[Mapping[str, Override]] = {}

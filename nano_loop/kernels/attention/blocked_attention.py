@@ -169,14 +169,8 @@ class _Attention(torch.autograd.Function):
 def forward(kernel: CompiledKernel, inputs: Inputs, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the output of attention, and the log-sum-exp of each row.
 
-    Parameters
-    ----------
-    kernel : CompiledKernel
-        The kernel: `KERNEL`, or the one for fp32 tensors.
-    inputs : Inputs
-        The inputs of attention.
-    out : torch.Tensor, optional
-        bfloat16 or float32. The output is written to it.
+    The kernel is `KERNEL`, or the one for fp32 tensors. If `out` is passed, in bfloat16 or float32, the output is
+    written to it.
     """
     batch, heads, rows, _ = inputs.query.shape
     if out is None:

@@ -47,16 +47,8 @@ class _Call(ConvolutionCall):
 def supports(inputs: Tensor, weight: Tensor, geometry: Geometry, out_sizes: Sequence[int]) -> bool:
     """Whether the kernel supports this convolution.
 
-    Parameters
-    ----------
-    inputs : torch.Tensor
-        float32, of shape (N, C, H, W). The channels of a pixel must be contiguous.
-    weight : torch.Tensor
-        float32, of shape (O, C, *geometry.kernel), with any strides.
-    geometry : Geometry
-        The kernel size, stride, padding and dilation.
-    out_sizes : sequence of int
-        Height and width of the result.
+    The inputs are float32, of shape (N, C, H, W). The channels of a pixel must be contiguous. The weight is float32, of
+    shape (O, C, *geometry.kernel), with any strides. `out_sizes` are the height and width of the result.
     """
     if not KERNEL.uses_amx or inputs.dim() != DIMENSIONS or inputs.stride(1) != 1:
         return False
@@ -78,10 +70,7 @@ def convolution(
 ) -> Tensor:
     """Compute a convolution that `supports` accepts, with inputs and weight rounded to bfloat16.
 
-    Returns
-    -------
-    torch.Tensor
-        float32, of shape (N, O, *out_sizes), in channels_last.
+    The result is float32, of shape (N, O, *out_sizes), in channels_last.
     """
     out = empty(inputs.size(0), weight.size(0), *out_sizes, layout=torch.channels_last)
     _compute(_call(inputs, weight, geometry, out_sizes), inputs, weight, bias, out)
@@ -101,14 +90,8 @@ def supports_gradient(gradient: Tensor, weight: Tensor, geometry: Geometry, in_s
 def input_gradient(gradient: Tensor, weight: Tensor, geometry: Geometry, in_sizes: Sequence[int]) -> Tensor:
     """Compute the input gradient of a convolution that `supports_gradient` accepts, with factors rounded to bfloat16.
 
-    Parameters
-    ----------
-    gradient : torch.Tensor
-        The output gradient, laid out like the inputs of `supports`.
-    weight, geometry : torch.Tensor, Geometry
-        The weight and geometry of the convolution.
-    in_sizes : sequence of int
-        Height and width of the convolution's inputs.
+    The output gradient is laid out like the inputs of `supports`. `in_sizes` are the height and width of the
+    convolution's inputs.
     """
     exchanged, has_stride = weight.transpose(0, 1), max(geometry.stride) > 1
     call = _call(gradient, exchanged, _turned(geometry), gradient.shape[2:] if has_stride else in_sizes)

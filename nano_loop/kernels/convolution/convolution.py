@@ -48,12 +48,8 @@ def _by_plans(call: Call, *, rounds_inputs: bool = False) -> _Gradients | None:
     Products and sums are accumulated in fp32, as in oneDNN, but in a different order. Gradients have the dtypes of
     their tensors and are None if they are not requested.
 
-    Parameters
-    ----------
-    call : Call
-        A call of ``aten::convolution_backward``.
-    rounds_inputs : bool
-        Whether the tensors are in fp32 and are rounded to bf16. The gradients are in fp32.
+    The call is one of ``aten::convolution_backward``. If `rounds_inputs`, the tensors are in fp32 and are rounded to
+    bf16, and the gradients are in fp32.
     """
     arguments = Arguments(*call.tensors, *call.numbers)
     in_fp32 = not rounds_inputs and arguments.weight.dtype is torch.float32 and is_depthwise(arguments)

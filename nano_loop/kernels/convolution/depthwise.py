@@ -49,16 +49,8 @@ def supports(gradient: Tensor, inputs: Tensor, weight: Tensor, geometry: Geometr
 def input_gradient(gradient: Tensor, inputs: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
     """Return the input gradient in NHWC, in the dtype of the inputs, or None if memory cannot be allocated.
 
-    Parameters
-    ----------
-    gradient : torch.Tensor
-        The output gradient, of shape (N, C, H', W').
-    inputs : torch.Tensor
-        Of shape (N, C, H, W). Its values are not read.
-    weight : torch.Tensor
-        Of shape (C, 1, height, width).
-    geometry : Geometry
-        The kernel size, stride, padding and dilation.
+    The output gradient is of shape (N, C, H', W'), and the weight of shape (C, 1, height, width). The inputs are of
+    shape (N, C, H, W). Their values are not read.
     """
     by_position = weight.float().flatten(1).t().contiguous()
     out, gradient = torch.empty_like(inputs), gradient.contiguous(memory_format=torch.channels_last)

@@ -31,13 +31,9 @@ _FEW_CHANNELS = 4
 class Plan(NamedTuple):
     """How the gradients of one convolution are computed.
 
-    Attributes
-    ----------
-    inputs : {"torch", "fp32", "depthwise"}
-        The algorithm for the input gradient.
-    weight : {"torch", "fp32", "blocks", "depthwise"}
-        The algorithm for the weight gradient: torch's kernel in bf16 or in fp32, or a C function: in blocks, or for a
-        depthwise convolution.
+    `inputs` is the algorithm for the input gradient: "torch", "fp32" or "depthwise". `weight` is the algorithm for the
+    weight gradient: torch's kernel in bf16 ("torch") or in fp32 ("fp32"), or a C function, in blocks ("blocks") or for
+    a depthwise convolution ("depthwise").
     """
 
     inputs: str = "torch"

@@ -27,17 +27,9 @@ _LEAF = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)  
 class RowFunction:
     """A function of rows of logits. It returns tensors with one entry per row. Only the first one has a gradient.
 
-    Parameters
-    ----------
-    compute : callable
-        Takes rows that `before` returns and their places, and returns the tensors. It calls operators of torch.
-    before : callable or None
-        Function that is applied to the logits first.
-
-    Attributes
-    ----------
-    places : torch.Tensor or None
-        The rows to compute, in order. The others are 0. None: all rows.
+    `compute` takes rows that `before` returns and their places, and returns the tensors. It calls operators of torch.
+    `before` is a function that is applied to the logits first, or None. `places` are the rows to compute, in order, or
+    None for all rows. The others are 0.
     """
 
     places: Tensor | None = None
@@ -67,16 +59,9 @@ class RowFunction:
 class Plan:
     """A computation in chunks.
 
-    Parameters
-    ----------
-    rows : torch.Tensor
-        Rows of the head's input that belong to each result, of one dimension.
-    function : RowFunction
-        The function of each row.
-    divisor : torch.Tensor or None
-        The result is the sum of the first output divided by this. None: the result is all outputs.
-    dim : int
-        The dimension of the vocabulary in the tensor to which the function is applied.
+    `rows` has one dimension: the rows of the head's input that belong to each result. If `divisor` is None, the result
+    is all outputs of the function. Otherwise, it is the sum of the first output, divided by `divisor`. `dim` is the
+    dimension of the vocabulary in the tensor to which the function is applied.
     """
 
     def __init__(self, rows: Tensor, function: RowFunction, divisor: Tensor | None = None, dim: int = -1) -> None:

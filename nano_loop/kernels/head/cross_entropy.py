@@ -191,14 +191,8 @@ def denominator(target: Tensor, weight: Tensor | None, ignored: int, reduction: 
 def mean_of_rows(mean: Tensor, count_rows: Callable[[], float], summed: Callable[[], Tensor]) -> Tensor:
     """Return a mean over rows. A listener may replace it, for example by the mean over the rows of all processes.
 
-    Parameters
-    ----------
-    mean : torch.Tensor
-        The mean over the rows of this process.
-    count_rows : callable
-        Returns the number of rows, or the sum of their weights.
-    summed : callable
-        Computes the sum over the rows.
+    `mean` is the mean over the rows of this process. `count_rows` returns the number of rows, or the sum of their
+    weights. `summed` computes the sum over the rows.
     """
     for listener in value_in_force(mean_of_rows) or ():
         mean = listener(mean, count_rows, summed)
@@ -208,18 +202,9 @@ def mean_of_rows(mean: Tensor, count_rows: Callable[[], float], summed: Callable
 class CrossEntropy(RowFunction):
     """The loss of each row.
 
-    Parameters
-    ----------
-    target : torch.Tensor
-        The classes, of one dimension. They must not be written to.
-    before : callable or None
-        Function that is applied to the logits first.
-    weight : torch.Tensor or None
-        Weights of the classes.
-    ignored : int
-        The target of rows without a loss.
-    smoothing : float
-        The part of the target that is spread over all classes.
+    `target` has the classes, in one dimension. It must not be written to. `before` is a function that is applied to the
+    logits first, or None. `weight` has the weights of the classes, if there are any. `ignored` is the target of rows
+    without a loss. `smoothing` is the part of the target that is spread over all classes.
     """
 
     def __init__(

@@ -35,14 +35,9 @@ _NOTED = "noted heads"
 class _Noted:
     """What runs note about heads.
 
-    Attributes
-    ----------
-    heads : dict
-        Weak references to heads whose logits may still be read, by id.
-    whole : set of str
-        Lines of the program that have read all logits.
-    shapes : dict
-        Whether a layer's logits have been read in chunks, by the owner of the layer's rules and the weight's shape.
+    `heads` has weak references to heads whose logits may still be read, by id. `whole` has lines of the program that
+    have read all logits. `shapes` tells whether a layer's logits have been read in chunks, by the owner of the layer's
+    rules and the weight's shape.
     """
 
     def __init__(self) -> None:
@@ -75,27 +70,10 @@ class Memory:
 class Head:
     """The inputs of one call of a head, from which logits are computed. They keep their values at the time of the call.
 
-    Parameters
-    ----------
-    hidden : torch.Tensor
-        Of shape (..., D). Each row gives one row of logits.
-    weight : torch.Tensor
-        Of shape (V, D).
-    bias : torch.Tensor or None
-        Of shape (V,).
-    rules : Rules
-        The rules of the call.
-
-    Attributes
-    ----------
-    hidden, weight, bias : torch.Tensor or None
-        Detached from the graph, the first of shape (N, D).
-    shape : torch.Size
-        Shape of the input.
-    rules : Rules
-        The rules of the call.
-    memory : Memory
-        All logits, once they have been computed.
+    The input `hidden` is of shape (..., D). Each row gives one row of logits. The weight is of shape (V, D), and the
+    bias of shape (V,). The attributes of these names are detached from the graph, and `hidden` is then of shape (N, D).
+    `shape` is the shape of the input. `rules` are the rules of the call. `memory` has all logits, once they have been
+    computed.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rules: Rules) -> None:
@@ -155,12 +133,8 @@ class Head:
     def keep(self, copies: dict[int, Tensor], by_step: bool = True) -> None:
         """Keep the smaller of logits and old weight.
 
-        Parameters
-        ----------
-        copies : dict
-            Copies of weights and biases by address, shared between heads.
-        by_step : bool
-            Whether the next write is a step of an optimizer.
+        `copies` are copies of weights and biases by address, shared between heads. `by_step` is whether the next write
+        is a step of an optimizer.
         """
         if self._is_kept or (by_step and self._is_left_by_steps):
             return
@@ -253,12 +227,7 @@ def logits_kept() -> Any:
 class Gradients:
     """The gradients of a head's input, weight and bias, to which gradients of rows of logits are added.
 
-    Parameters
-    ----------
-    head : Head
-        The head.
-    needs : tuple of bool
-        Which of the three are needed.
+    `needs` tells which of the three are needed.
     """
 
     def __init__(self, head: Head, needs: tuple[bool, bool, bool]) -> None:

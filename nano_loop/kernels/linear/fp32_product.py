@@ -28,19 +28,10 @@ class _Shape(ctypes.Structure):
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a b, or a b + bias.
+    """Compute a b, or a b + bias, of float32 tensors.
 
-    Parameters
-    ----------
-    a, b : torch.Tensor
-        float32, of shapes (M, K) and (K, N), with any strides. K is not 0.
-    bias : torch.Tensor, optional
-        float32, of shape (N,).
-
-    Returns
-    -------
-    torch.Tensor
-        Of shape (M, N). Sums do not depend on the number of threads.
+    `a` and `b` have shapes (M, K) and (K, N), with any strides. K is not 0. The bias has shape (N,). The result has
+    shape (M, N). Sums do not depend on the number of threads.
     """
     call = _Shape(a.size(0), b.size(1), a.size(1), *a.stride(), *b.stride())
     out = empty(call.rows, call.columns)
