@@ -22,16 +22,9 @@ _FORMAT = 6
 
 
 class Choice(NamedTuple):
-    """The fastest algorithm for one key.
+    """The fastest algorithm for one key, and `guess`, the default one, which is used without a measurement.
 
-    Attributes
-    ----------
-    algorithm : str
-        Its name.
-    guess : str
-        The default algorithm, used without a measurement.
-    milliseconds : mapping of str to float
-        The shortest time of each algorithm whose measurement finished, by name.
+    `milliseconds` has the shortest time of each algorithm whose measurement finished, by name.
     """
 
     algorithm: str
@@ -47,12 +40,9 @@ class Choice(NamedTuple):
 
 
 class Choices:
-    """Choices by key, stored in a file if there is one.
+    """Choices by key, stored in a file unless `path` is None.
 
-    Parameters
-    ----------
-    path : pathlib.Path or None
-        The file, which is read immediately. A damaged file counts as empty.
+    The file is read immediately. A damaged file counts as empty.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -87,12 +77,8 @@ class Choices:
     def save(self, is_busy: bool = False) -> None:
         """Write the new choices to the file, in addition to those that other processes have written in the meantime.
 
-        Write errors are ignored: the next run measures again.
-
-        Parameters
-        ----------
-        is_busy : bool
-            Whether other programs used the CPUs in the meantime. The choices then apply to this run only.
+        Write errors are ignored: the next run measures again. If other programs used the CPUs in the meantime
+        (`is_busy`), the choices apply to this run only.
         """
         with self._lock:
             new, self._new = self._new, {}

@@ -147,12 +147,7 @@ class Generation:
     The interceptors of a run have the latest generation in their rules, so a backward uses that of its forward: a
     recomputation matches the original even if another optimizer has stepped in between, as in a GAN.
 
-    Parameters
-    ----------
-    tuner : Tuner
-        The tuner of the run.
-    settled : mapping
-        The algorithms of kinds that an earlier generation has measured.
+    `settled` has the algorithms of kinds that an earlier generation has measured.
     """
 
     def __init__(self, tuner: Tuner, settled: Mapping[Hashable, str] | None = None) -> None:

@@ -37,10 +37,7 @@ class Budget:
     def left(self, in_advance: bool = True) -> float:
         """Return the seconds that are left for measurements.
 
-        Parameters
-        ----------
-        in_advance : bool
-            Whether to allow some steps' worth of time before the run's fraction reaches it.
+        `in_advance` allows some steps' worth of time before the run's fraction reaches it.
         """
         clock = self.clock
         if clock.steps < 2 or not self._measures or not clock.is_here:
@@ -109,16 +106,9 @@ class Race(NamedTuple):
 
 
 class Tuner:
-    """Chooses among algorithms for one run.
+    """Chooses among algorithms for one run. The budget decides whether there is time for another measurement.
 
-    Parameters
-    ----------
-    choices : Choices
-        The results of earlier measurements.
-    budget : Budget
-        Decides whether there is time for another measurement.
-    timer : callable
-        Returns the time in seconds.
+    `choices` are the results of earlier measurements. `timer` returns the time in seconds.
     """
 
     def __init__(
@@ -154,14 +144,8 @@ class Tuner:
     def choose(self, key: str, guess: str, race: Callable[[], Race]) -> str | None:
         """Return the name of the chosen algorithm, or None if it is unknown, in which case `guess` should be used.
 
-        Parameters
-        ----------
-        key : str
-            A key of everything that determines the fastest algorithm.
-        guess : str
-            The default algorithm.
-        race : callable
-            Returns the race to run if there is time for it.
+        `key` describes everything that determines the fastest algorithm. `guess` is the default algorithm. `race`
+        returns the race to run if there is time for it.
         """
         choice = self.choices.get(key)
         # Calls made by an algorithm during timing are measured where the loop makes them.
