@@ -28,20 +28,10 @@ _LEAST, _LARGEST = 1e-30, 1e6  # numbers between these, times zero, are zero in 
 
 
 class RowStep(NamedTuple):
-    """A step of one table.
+    """A step of one table. The settings of the group have the names of torch's kernel.
 
-    Attributes
-    ----------
-    rule : Rule
-        The algorithm.
-    rows : RowGradient
-        The rows.
-    tensors : tuple of torch.Tensor
-        The table, and its gradient and states for functions in C.
-    counter : torch.Tensor or None
-        The step's counter, incremented before the call.
-    settings : mapping
-        Settings of the group, with the names of torch's kernel.
+    `tensors` are the table, and its gradient and states for functions in C. `counter` is the step's counter, if there
+    is one. It is incremented before the call.
     """
 
     rule: Rule
@@ -88,14 +78,8 @@ class Rule:
 def row_step(rule: Rule, tensors: Sequence[Tensor], settings: Mapping[str, Any]) -> RowStep | None:
     """Return the step of a table by rows, or None if torch must take it.
 
-    Parameters
-    ----------
-    rule : Rule
-        The algorithm.
-    tensors : sequence of torch.Tensor
-        The table, its gradient, its states, and the counter, if there is one.
-    settings : mapping
-        Settings of the group, with the names of torch's kernel.
+    `tensors` are the table, its gradient, its states, and the counter, if there is one. The settings of the group have
+    the names of torch's kernel.
     """
     rows = row_gradient_of(tensors[0])
     if rows is None:

@@ -29,14 +29,8 @@ _MIXERS = (0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32), 0x846CA68B - (1 << 32
 class Rest(NamedTuple):
     """The rests of some bf16 weights: their differences from fp32 ones.
 
-    Attributes
-    ----------
-    storage : StorageWeakRef
-        The memory of the weights. Another tensor may have the same address later.
-    numbers : torch.Tensor
-        An int16 number for each weight, in the order of memory.
-    checksums : torch.Tensor
-        An int32 number for each block of weights.
+    `storage` is the memory of the weights: another tensor may have the same address later. `numbers` has an int16
+    number for each weight, in the order of memory. `checksums` has an int32 number for each block of weights.
     """
 
     storage: StorageWeakRef

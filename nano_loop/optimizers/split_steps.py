@@ -46,14 +46,9 @@ def why_not(optimizer: Optimizer) -> str | None:
 class SplitSteps:
     """The steps of one optimizer, for `nano_loop.optimizers.torch_fused_steps`.
 
-    Parameters
-    ----------
-    weights : SplitWeights or None
-        The split weights of the run. None: bf16 weights belong to the program, and have no rests.
-    moments : torch.dtype
-        Dtype of the states, fp32 or bf16.
-    seed : int
-        Seed for rounding moments. Equal steps with the same seed round equally.
+    `weights` are the split weights of the run. If they are None, bf16 weights belong to the program, and have no rests.
+    `moments` is the dtype of the states, fp32 or bf16. The seed is for rounding moments: equal steps with the same seed
+    round equally.
     """
 
     def __init__(self, weights: SplitWeights | None, moments: torch.dtype, seed: int) -> None:
@@ -100,18 +95,10 @@ class SplitSteps:
     def step(
         self, original: Callable[..., Any], group: Mapping[str, Any], lists: Sequence[list[Any]], settings: Any
     ) -> Any:
-        """Step a group, or call torch's function to do it.
+        """Step a group, or call `original`, torch's function, to do it.
 
-        Parameters
-        ----------
-        original : callable
-            torch's function.
-        group : mapping
-            The group.
-        lists : sequence of list
-            Its arguments: the parameters, their gradients, their states, and the step counters.
-        settings : dict
-            Its keyword arguments.
+        `lists` are that function's arguments: the parameters, their gradients, their states, and the step counters.
+        `settings` are its keyword arguments.
         """
         is_scaled = settings.get("grad_scale") is not None or settings.get("found_inf") is not None
         if is_scaled or not self._takes(group, lists[0]):

@@ -54,14 +54,8 @@ _fused: dict[int, OwnSteps | None] = process_wide("optimizers whose steps are fu
 def steps_fused(optimizer: Optimizer, own: OwnSteps | None = None) -> Iterator[None]:
     """Step this Adam, AdamW, SGD or Adagrad by fused kernels, if its own ``step()`` and a group's flags allow it.
 
-    The context holds no reference to the optimizer. Exit it when the optimizer is freed.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        The optimizer.
-    own : OwnSteps, optional
-        Steps the groups instead of torch's kernels.
+    The context holds no reference to the optimizer. Exit it when the optimizer is freed. `own`, if it is passed, steps
+    the groups instead of torch's kernels.
     """
     kind, number = type(optimizer), id(optimizer)
     del optimizer
@@ -117,10 +111,8 @@ def are_counters(counters: Sequence[Any]) -> bool:
 def lie_alike(lists: Sequence[Sequence[Any]]) -> bool:
     """Whether each parameter, its gradient and its states have the same layout, as a fused kernel needs.
 
-    Parameters
-    ----------
-    lists : sequence of sequences
-        The parameters, their gradients, and a sequence for each of their states. The result is False if any is None.
+    `lists` are the parameters, their gradients, and a sequence for each of their states. The result is False if any is
+    None.
     """
     return lie_in_order(lists) or all(map(_is_alike, zip(*lists, strict=True)))
 
