@@ -89,10 +89,7 @@ class Policy:
     def learn(self) -> float:
         """Compute products with fewer multiplications than all that have rounded in fp32, without further checks.
 
-        Returns
-        -------
-        float
-            The approximate fp32 time of the products that have rounded, in units of the time since `watch`.
+        Return the approximate fp32 time of the products that have rounded, in units of the time since `watch`.
         """
         self._least = {kind: self._fewest.get(kind, math.inf) for kind in MIN_MULTIPLICATIONS}
         seconds = self._multiplications / (_RATE * torch.get_num_threads())
