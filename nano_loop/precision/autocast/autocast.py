@@ -23,15 +23,10 @@ LOW_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def cpu_autocast(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return a context in which torch runs matrix products and convolutions in another dtype on the CPU.
+    """Return a context in which torch runs matrix products and convolutions in bfloat16 or float16 on the CPU.
 
     Autocast's cache of weights is disabled: it would return stale casts of weights that were changed, and on torch 2.8,
     with gradients enabled, casts without history that were made under `torch.no_grad`.
-
-    Parameters
-    ----------
-    dtype : torch.dtype
-        `torch.bfloat16` or `torch.float16`.
     """
     return torch.autocast("cpu", dtype, cache_enabled=False)
 

@@ -41,17 +41,8 @@ _NO_KERNEL, _IN_FP32 = "torch has no kernel for it in this dtype", _ADVICE.parti
 def explain(error: BaseException, expected: str = _UNDER_AUTOCAST, advice: str = _ADVICE) -> None:
     """Add the operation, the user's line and advice to an error about dtypes that is being raised.
 
-    Parameters
-    ----------
-    error : BaseException
-        The error. Other kinds of errors are not changed.
-    expected, advice : str
-        The last two parts of the text.
-
-    Raises
-    ------
-    NanoError
-        Raised instead in Python 3.10, whose exceptions have no notes.
+    Other kinds of errors are not changed. `expected` and `advice` are the last two parts of the text. In Python 3.10,
+    whose exceptions have no notes, a `NanoError` is raised instead.
     """
     # torch's error for a missing kernel, "not implemented", is also a RuntimeError.
     text = _explanation(error, expected, advice) if isinstance(error, RuntimeError) else None
@@ -75,14 +66,9 @@ def _explanation(error: RuntimeError, expected: str, advice: str) -> str | None:
 
 
 class CallUnderAutocast:
-    """Run the body under autocast on the CPU; enter it once.
+    """Run the body under autocast on the CPU; enter it once. For `dtype`, see `cpu_autocast`.
 
     `torch.compile` cannot trace it: use `cpu_autocast` in compiled code.
-
-    Parameters
-    ----------
-    dtype : torch.dtype
-        See `cpu_autocast`.
     """
 
     __slots__ = ("_before", "_dtype", "_outer", "activations")

@@ -25,14 +25,8 @@ _TRIMMED = 16 << 20  # bytes that are converted before freed memory is returned
 class Conversion:
     """The tensors that were converted to a dtype, with their original state. They are weakly referenced.
 
-    Parameters
-    ----------
-    dtype : torch.dtype
-        The target dtype.
-    to_fp32 : callable, optional
-        Converts a tensor of this dtype to fp32. By default, tensors are cast.
-    trim : callable, optional
-        Returns freed memory to the kernel. It is called several times while tensors are converted back.
+    `to_fp32` converts a tensor of this dtype to fp32. By default, tensors are cast. `trim` returns freed memory to the
+    kernel. It is called several times while tensors are converted back.
     """
 
     def __init__(

@@ -121,15 +121,10 @@ def as_torch_does(name: str, keys: torch.DispatchKeySet, *args: Any, **kwargs: A
 
 
 def below(overload: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operator below autocast.
+    """Call an operator below autocast, with arguments as torch passes them to a kernel in Python.
 
-    Parameters
-    ----------
-    overload : OpOverload
-        The operator's overload.
-    args, kwargs
-        Its arguments, as torch passes them to a kernel in Python. ``x + 1`` calls ``add.Tensor`` with a wrapped number,
-        which a kernel in Python gets as a plain number. The overload packet accepts that.
+    ``x + 1`` calls ``add.Tensor`` with a wrapped number, which a kernel in Python gets as a plain number. The overload
+    packet accepts that.
     """
     with below_autocast():
         function = overload.overloadpacket if _has_number(overload, args) else overload

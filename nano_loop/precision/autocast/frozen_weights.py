@@ -62,15 +62,7 @@ def remark_on_integers(model: nn.Module) -> str | None:
 class RoundedOnce:
     """The copies of frozen weights in autocast's dtype.
 
-    Parameters
-    ----------
-    dtype : torch.dtype
-        Autocast's dtype.
-
-    Attributes
-    ----------
-    rules : dict
-        The rules that make layers use the copies, by operator.
+    `rules` are the rules that make layers use the copies, by operator.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -33,14 +33,8 @@ _T = TypeVar("_T")
 class RecordedCalls:
     """The calls into a model until they lead to gradients, and a copy of the model from before the first call.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model. It is not changed, and not kept alive.
-    is_converted : bool
-        Whether its parameters have another dtype during the run. The copy's parameters are fp32.
-    on_failure : callable, optional
-        Called with the reason if the model cannot be compared.
+    The model is not changed, and not kept alive. `is_converted` is whether its parameters have another dtype during the
+    run. The copy's parameters are fp32. `on_failure` is called with the reason if the model cannot be compared.
     """
 
     def __init__(
@@ -157,12 +151,7 @@ class _NotedCall:
 def loss_of(model: nn.Module, calls: Any) -> Tensor:
     """Return the mean square of the outputs, whose backward passes the loop's gradients to the outputs.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        A copy of the model.
-    calls : list of tuple
-        The calls that `RecordedCalls.take` returns.
+    `model` is a copy of the model. `calls` are the calls that `RecordedCalls.take` returns.
     """
     total, squares = torch.zeros(()), torch.zeros(())
     for path, method, args, kwargs, gradients in calls:

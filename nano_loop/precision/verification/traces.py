@@ -71,10 +71,7 @@ def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
 def copied(model: nn.Module) -> nn.Module:
     """Return a copy of a model without gradients and without dropout.
 
-    Raises
-    ------
-    NanoConfigError
-        If the model cannot be copied.
+    Raises a `NanoConfigError` if the model cannot be copied.
     """
     try:
         duplicate = copy.deepcopy(model)

@@ -152,21 +152,12 @@ def verified(
 ) -> Verification:
     """Compare the loss, outputs and gradients of a model: accelerated, by hand, in fp32 and in fp64.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model. It is not changed, and neither are the states of random generators.
-    loss_fn, batch
-        See `nano_loop.verify`.
-    kind : PrecisionKind
-        The precision of the accelerated model.
-    acceleration : callable
-        Called with a copy of the model. Returns a context in which the copy is accelerated, which yields the run.
+    The model is not changed, and neither are the states of random generators. For `loss_fn` and `batch`, see
+    `nano_loop.verify`. `kind` is the precision of the accelerated model. `acceleration` is called with a copy of the
+    model. It returns a context in which the copy is accelerated, which yields the run.
 
-    Raises
-    ------
-    NanoConfigError
-        If the model cannot be copied, or `loss_fn` does not compute a loss of the model passed to it.
+    Raises a `NanoConfigError` if the model cannot be copied, or `loss_fn` does not compute a loss of the model passed
+    to it.
     """
 
     def step(made: nn.Module, inputs: Any = batch) -> Tensor:
@@ -261,13 +252,9 @@ def _marked(row: Compared) -> str:
 def compare(traces: Sequence[Mapping[str, Tensor]], last_place: float) -> list[Compared]:
     """Compare the tensors that are in all four traces, in the order of the first.
 
-    Parameters
-    ----------
-    traces : sequence of mapping
-        fp64 tensors of equal shapes by name: of the accelerated model, and of the plain one in the same precision, in
-        fp32, and in fp64.
-    last_place : float
-        The relative spacing of values in the precision, such as 2⁻⁷ for bf16.
+    The traces have fp64 tensors of equal shapes by name: of the accelerated model, and of the plain one in the same
+    precision, in fp32, and in fp64. `last_place` is the relative spacing of values in the precision, such as 2⁻⁷ for
+    bf16.
     """
     accelerated, _, single, exact = traces
     scale = max((tensor.norm().item() for tensor in exact.values()), default=0.0)
