@@ -160,6 +160,48 @@ def test_operators_of_compared_losses_are_none_of_them():
     assert warned(weights, of_ranks(lambda e: e.topk(4)[0].mean(), (6, 6), weights)) == []
 
 
+def test_lines_that_combine_samples_later_are_named():
+    weights = SampleWeights()
+    for line, combines in (("flip in a.py:1", True), ("index in a.py:2", False)):
+        weights.note_operator(line, combines)
+    assert warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights), is_compared=True) == []
+    # Another number of samples may be the length of a table, or what an operator acts on.
+    for line, combines in (("flip in a.py:1", True), ("index in a.py:2", True), ("index in a.py:3", False)):
+        weights.note_operator(line, combines)
+    assert warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights)) == []
+    weights.note_operator("roll in a.py:4", True)
+    (message,) = warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights))
+    assert "combines samples since the first step, by roll in a.py:4" in message
+    weights.note_operator("roll in a.py:5", True)
+    assert warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights)) == []  # once
+
+
+CHANGED = {
+    "own gradient": (lambda gradient: gradient, 0),
+    "a constant factor": (lambda gradient: 0.1 * gradient, 0),
+    "weight decay": (lambda gradient: gradient + 0.1 * MODEL.weight.detach(), 0),
+    "clipped": (lambda gradient: gradient * (0.1 / gradient.norm()).clamp(max=1), 1),
+    "clipped in place": (lambda gradient: gradient.mul_(0.1 / gradient.norm()), 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_factors_of_own_gradients_are_compared(name):
+    change, count = CHANGED[name]
+    by_rank = []
+    for samples in (6, 5):
+        weights = SampleWeights()
+        gradients = torch.autograd.grad(errors(samples, samples).mean(), [MODEL.weight])
+        weights.note_computed([MODEL.weight], gradients)
+        MODEL.weight.grad = change(*gradients)
+        weights.note_scaled([MODEL.weight, MODEL.bias])
+        by_rank.append(weights.take())
+    MODEL.weight.grad = None
+    messages = warned(SampleWeights(), by_rank)
+    assert len(messages) == count
+    assert all("weights samples differently on each rank" in message for message in messages)
+
+
 def test_mean_of_no_elements_has_a_weight():
     weights = SampleWeights()
     (weight,) = backward(weights, errors(3)[:0].mean())
