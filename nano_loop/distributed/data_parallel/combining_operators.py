@@ -1,7 +1,7 @@
-"""Calls of torch's operators that mix the rows of a tensor, such as a flip, if ranks share each batch.
+"""Calls of torch's operators that combine the rows of a tensor, such as a flip, if ranks share each batch.
 
 A loop may begin to mix samples after the first step, such as ``0.5 * x + 0.5 * x.flip(0)``. Inputs have no autograd
-graph, so only the call shows this.
+graph, so only the call shows this. Sums and means are not noted: many loops compute them for their logs.
 """
 
 from __future__ import annotations
@@ -90,11 +90,15 @@ def _concatenates(samples: int, tensors: Sequence[Tensor], dim: int = 0) -> bool
 #: By operator, whether a call combines rows: its arguments are the number of samples, and the operator's.
 _COMBINES: dict[str, Callable[..., bool]] = {
     "flip": lambda samples, rows, dims: _acts_on_rows(samples, rows, *dims),
-    # Without dimensions, a tensor is rolled as one vector.
+    # Without dimensions, these treat a tensor as one vector.
     "roll": lambda samples, rows, shifts, dims=(): _acts_on_rows(samples, rows, *(dims or [0])),
     "cumsum": lambda samples, rows, dim, **options: _acts_on_rows(samples, rows, dim),
     "sort.stable": lambda samples, rows, *, dim=-1, **options: _acts_on_rows(samples, rows, dim),
     "gather": lambda samples, rows, dim, index, **options: _acts_on_rows(samples, rows, dim),
+    "std.correction": lambda samples, rows, dim=None, **options: _acts_on_rows(samples, rows, *(dim or [0])),
+    "var.correction": lambda samples, rows, dim=None, **options: _acts_on_rows(samples, rows, *(dim or [0])),
+    "median": lambda samples, rows: _acts_on_rows(samples, rows, 0),
+    "bincount": lambda samples, rows, *options, **more: _acts_on_rows(samples, rows, 0),
     "index_select": _selects,
     "index.Tensor": lambda samples, rows, indices: indices[0] is not None and _selects(samples, rows, 0, indices[0]),
     "cat": _concatenates,

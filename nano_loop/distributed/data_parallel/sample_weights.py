@@ -35,8 +35,8 @@ _MOST_WEIGHTS = 8
 _MOST_SCALED, _LEAST_SUM, _SAME_FACTOR = 4, 1e-2, 1e-4
 _RULE = "with split_batches, a loss must be a mean or a sum over independent samples in every step"
 _WAYS = (
-    "Divide a sum of losses by the count of all ranks and by nano_loop.share(), mix samples in collate_fn, or pass "
-    "split_batches=False. Only the first step is compared with whole batches"
+    "Divide a sum of losses by the count of all ranks and by nano_loop.share(), mix samples in collate_fn, clip "
+    "gradients after loss.backward(), or pass split_batches=False. Only the first step is compared with whole batches"
 )
 
 
@@ -160,7 +160,7 @@ class SampleWeights:
         got = f"a loop that combines samples since the first step, by {', '.join(sorted(new))}"
         if not new:
             weights = [[float(f"{one.total:.3g}") for one in of_rank] for of_rank in by_rank]
-            got = f"a loss that weights samples differently on each rank, by {weights}"
+            got = f"a loop that weights samples differently on each rank, by {weights}"
         warn(error_message(got, _RULE, _WAYS))
 
     def _note(self, weight: float, elements: int, count: int, gradients: Sequence[Tensor | None]) -> None:
