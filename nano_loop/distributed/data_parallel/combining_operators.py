@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nano_loop.distributed.comm.ranks import RunContext
 from nano_loop.distributed.data_parallel.random_draws import is_of_parameter
-from nano_loop.patching.operators import Kernel, overridden
+from nano_loop.patching.operators import Kernel, kernel, overridden_together
 from nano_loop.patching.patch_table import listening, value_in_force
 from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.patching.user_code import users_place
@@ -39,11 +39,13 @@ def combinations_noted(context: RunContext, note: Callable[[str, bool], None]) -
     note : callable
         Takes the operator with the line of the program, and whether it combines the rows of this rank's share.
     """
-    with ExitStack() as stack:
-        stack.enter_context(listening(combinations_noted, partial(_note, context, note)))
-        for operator in _COMBINES:
-            stack.enter_context(overridden(operator, partial(_noting, operator), "CPU"))
+    replacements = overridden_together("operators that combine", _functions, "CPU")
+    with replacements, listening(combinations_noted, partial(_note, context, note)):
         yield
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
+    return {operator: _noting(operator, kernel(operator, "CPU")) for operator in _COMBINES}
 
 
 def _noting(operator: str, original: Kernel) -> Callable[..., Any]:
@@ -81,7 +83,9 @@ def _selects(samples: int, rows: Tensor, dim: int, index: Tensor) -> bool:
 
 def _concatenates(samples: int, tensors: Sequence[Tensor], dim: int = 0) -> bool:
     """Whether slices of one tensor are put together in another order, as by ``torch.cat([x[1:], x[:1]])``."""
-    if len(tensors) < 2 or not tensors[0].dim() or dim % tensors[0].dim() or sum(map(len, tensors)) != samples:
+    if len(tensors) < 2 or not all(one.dim() for one in tensors):
+        return False
+    if dim % tensors[0].dim() or sum(map(len, tensors)) != samples:
         return False
     offsets = [one.storage_offset() for one in tensors]
     return len({one.untyped_storage().data_ptr() for one in tensors}) == 1 and offsets != sorted(offsets)
