@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nano_loop.distributed.comm.ranks import RunContext
 from nano_loop.distributed.data_parallel.random_draws import is_of_parameter
+from nano_loop.distributed.data_parallel.sample_weights import SampleWeights
 from nano_loop.patching.operators import Kernel, kernel, overridden_together
 from nano_loop.patching.patch_table import listening, value_in_force
 from nano_loop.patching.torch_private_autograd import in_backward
@@ -29,18 +30,20 @@ _OWN = ("torch", "nano_loop")
 
 
 @contextmanager
-def combinations_noted(context: RunContext, note: Callable[[str, bool], None]) -> Iterator[None]:
-    """In the body, let `note` know each call by the loop of an operator that may combine samples.
+def combinations_noted(context: RunContext, weights: SampleWeights) -> Iterator[None]:
+    """In the body, note calls by the loop that combine rows of this rank's share, with the line of the program.
+
+    Until gradients are compared, all calls are noted: another number of samples may be the length of a table.
 
     Parameters
     ----------
     context : RunContext
         That of this rank's run.
-    note : callable
-        Takes the operator with the line of the program, and whether it combines the rows of this rank's share.
+    weights : SampleWeights
+        Gets the operators and lines.
     """
     replacements = overridden_together("operators that combine", _functions, "CPU")
-    with replacements, listening(combinations_noted, partial(_note, context, note)):
+    with replacements, listening(combinations_noted, partial(_note, context, weights)):
         yield
 
 
@@ -58,15 +61,17 @@ def _noting(operator: str, original: Kernel) -> Callable[..., Any]:
 
 
 def _note(
-    context: RunContext, note: Callable[[str, bool], None], operator: str, caller: FrameType, *args: Any, **kwargs: Any
+    context: RunContext, weights: SampleWeights, operator: str, caller: FrameType, *args: Any, **kwargs: Any
 ) -> None:
     share = context.divided
     is_evaluation = context.sharding.whole and not torch.is_grad_enabled()  # of whole batches
     if share is None or is_evaluation or in_backward():
         return
+    if weights.was_compared and not _COMBINES[operator](share.samples, *args, **kwargs):
+        return
     if str(caller.f_globals.get("__name__")).partition(".")[0] not in _OWN and (place := users_place()) is not None:
-        line = f"{operator.partition('.')[0]} in {os.path.basename(place.filename)}:{place.number}"
-        note(line, _COMBINES[operator](share.samples, *args, **kwargs))
+        line = f"{os.path.basename(place.filename)}:{place.number}"
+        weights.note_operator(f"{operator.partition('.')[0]} in {line}")
 
 
 def _acts_on_rows(samples: int, rows: Tensor, *dimensions: int) -> bool:

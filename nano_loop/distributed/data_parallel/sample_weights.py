@@ -61,6 +61,11 @@ class SampleWeights:
 
     If ranks weight samples differently while gradients are compared, they may be right in doing so, and their weights
     are no longer checked.
+
+    Attributes
+    ----------
+    was_compared : bool
+        Whether gradients were compared with those of whole batches.
     """
 
     def __init__(self) -> None:
@@ -70,7 +75,7 @@ class SampleWeights:
         self._later: set[str] = set()  # likewise, since the last comparison
         self._computed: dict[int, Pair | None] = {}  # by parameter id; None if computed twice since the last step
         self._backwards = 0
-        self._was_compared = False
+        self.was_compared = False
         self._checks = True
         self._has_warned = False
 
@@ -103,10 +108,9 @@ class SampleWeights:
                 count = elements / output_numel(node, 0) if node.name().startswith("Mean") else 1
                 self._hooks.append(node.register_prehook(partial(self._note_vector, weight, elements, count)))
 
-    def note_operator(self, name: str, combines: bool) -> None:
-        """Record that the loop calls an operator, and whether for the rows of a share. All calls count at first."""
-        if combines or not self._was_compared:
-            self._later.add(name)
+    def note_operator(self, name: str) -> None:
+        """Record that the loop calls an operator that may combine samples."""
+        self._later.add(name)
 
     def note_computed(self, inputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
         """Record the gradients that `torch.autograd.grad` has computed for some parameters among its inputs."""
@@ -149,10 +153,10 @@ class SampleWeights:
         known = [weights for weights in by_rank if 0 < len(weights) <= _MOST_WEIGHTS]  # a rank may have no samples
         are_equal = all(_are_equal(known[0], weights, tolerance) for weights in known[1:])
         if is_compared:
-            self._was_compared, self._checks = True, self._checks and are_equal
+            self.was_compared, self._checks = True, self._checks and are_equal
             self._operators |= later
             return
-        new = later - self._operators if self._was_compared else set()
+        new = later - self._operators if self.was_compared else set()
         differ = self._checks and not are_equal
         if self._has_warned or not (differ or new):
             return

@@ -9,6 +9,7 @@ from distributed.split_batches.loops import needs_kernels
 from nano_loop.distributed.comm.ranks import RunContext
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.distributed.data_parallel.combining_operators import combinations_noted
+from nano_loop.distributed.data_parallel.sample_weights import SampleWeights
 
 pytestmark = needs_kernels
 SAMPLES = 4
@@ -17,15 +18,16 @@ TABLE = nn.Parameter(torch.rand(SAMPLES, 3))
 ORDER = torch.tensor([1, 2, 3, 0])
 
 
-def noted(compute, share=SHARE, rows=SAMPLES):
-    """Return the noted calls and whether they combine rows."""
+def noted(compute, share=SHARE, rows=SAMPLES, was_compared=True):
+    """Return the calls that are noted once gradients were compared."""
     context = RunContext()
     context.split = SplitBatches()
     context.split.share = share
-    found = []
-    with combinations_noted(context, lambda name, combines: found.append((name, combines))):
+    weights = SampleWeights()
+    weights.was_compared = was_compared
+    with combinations_noted(context, weights):
         compute(torch.rand(rows, 5, 3))
-    return found
+    return [*weights._later]
 
 
 COMBINING = {
@@ -58,8 +60,7 @@ COMBINING = {
 
 @pytest.mark.parametrize("name", COMBINING)
 def test_calls_that_mix_rows_are_noted(name):
-    found = noted(COMBINING[name])
-    assert [line for line, combines in found if combines and "in test_combining_operators.py:" in line], found
+    assert any("in test_combining_operators.py:" in line for line in noted(COMBINING[name]))
 
 
 WITHIN = {
@@ -84,7 +85,7 @@ WITHIN = {
 
 @pytest.mark.parametrize("name", WITHIN)
 def test_calls_within_rows_combine_none(name):
-    assert not any(combines for _, combines in noted(WITHIN[name]))
+    assert noted(WITHIN[name]) == []
 
 
 def test_library_that_sorts_samples_is_not_noted():
@@ -100,5 +101,8 @@ def test_calls_outside_of_the_loops_forward_are_not_noted():
     assert len(noted(backward_of_flip)) == 1
     assert noted(COMBINING["flip"], share=None) == []
     assert noted(COMBINING["flip"], share=Share(0, 1, 1, 2)) == []  # all ranks compute the whole batch
-    ((_, combines),) = noted(COMBINING["flip"], rows=SAMPLES + 1)
-    assert not combines
+    assert noted(COMBINING["flip"], rows=SAMPLES + 1) == []
+
+
+def test_all_lines_are_noted_until_gradients_are_compared():
+    assert len(noted(COMBINING["flip"], rows=SAMPLES + 1, was_compared=False)) == 1

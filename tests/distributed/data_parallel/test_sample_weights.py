@@ -144,6 +144,8 @@ WITHIN_ROWS = {
     "probabilities of classes": lambda e: rows(e).softmax(1)[:, 0].mean(),
     "turned around": lambda e: (rows(e) * rows(e).flip(1)).mean(),
     "clipped": lambda e: torch.maximum(e, torch.tensor(0.3)).mean(),
+    "selected": lambda e: e[torch.ones(len(e), dtype=torch.bool)].mean(),
+    "selected columns": lambda e: rows(e)[rows(e) > -1].mean(),
 }
 
 
@@ -162,18 +164,16 @@ def test_operators_of_compared_losses_are_none_of_them():
 
 def test_lines_that_combine_samples_later_are_named():
     weights = SampleWeights()
-    for line, combines in (("flip in a.py:1", True), ("index in a.py:2", False)):
-        weights.note_operator(line, combines)
-    assert warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights), is_compared=True) == []
-    # Another number of samples may be the length of a table, or what an operator acts on.
-    for line, combines in (("flip in a.py:1", True), ("index in a.py:2", True), ("index in a.py:3", False)):
-        weights.note_operator(line, combines)
-    assert warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights)) == []
-    weights.note_operator("roll in a.py:4", True)
-    (message,) = warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights))
+    equal = of_ranks(EQUAL["mean"], (6, 6), weights)
+    weights.note_operator("flip in a.py:1")
+    assert warned(weights, equal, is_compared=True) == []
+    weights.note_operator("flip in a.py:1")
+    assert warned(weights, equal) == []
+    weights.note_operator("roll in a.py:4")
+    (message,) = warned(weights, equal)
     assert "combines samples since the first step, by roll in a.py:4" in message
-    weights.note_operator("roll in a.py:5", True)
-    assert warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights)) == []  # once
+    weights.note_operator("roll in a.py:5")
+    assert warned(weights, equal) == []  # once
 
 
 CHANGED = {
