@@ -110,7 +110,8 @@ class Averaging:
                 undoing.enter_context(self._roots.weighted())
                 undoing.enter_context(means_over_all_ranks(ranks))
                 undoing.enter_context(drawing(draws.draw, ranks))
-                undoing.enter_context(combinations_noted(ranks.context, self._roots.sample_weights))
+                if ranks.context.witness is not None:  # on rank 0
+                    undoing.enter_context(combinations_noted(ranks.context, self._roots.sample_weights))
             self._undoing = undoing.pop_all()
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
