@@ -104,8 +104,9 @@ def input_shape(node: Any) -> tuple[int, ...]:
 
 def is_selected_by_mask(node: Any) -> bool:
     """Whether a node is that of ``x[mask]``."""
-    indices = getattr(node, "_saved_indices", None) or ()
-    return bool(indices) and all(index is None or index.dtype is torch.bool for index in indices)
+    if not node.name().startswith("IndexBackward"):
+        return False
+    return all(index is None or index.dtype is torch.bool for index in node._saved_indices)
 
 
 def dimensions_of(node: Any) -> set[int]:
