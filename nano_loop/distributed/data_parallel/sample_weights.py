@@ -72,7 +72,8 @@ class SampleWeights:
         self._weights: list[Weight] = []
         self._hooks: list[Any] = []
         self._operators: set[str] = set()  # through which compared gradients have passed, and lines that call some
-        self._later: set[str] = set()  # likewise, since the last comparison
+        self._later: set[str] = set()  # likewise, in the current backward
+        self._lines: set[str] = set()  # lines that have called some since the last averaging
         self._computed: dict[int, Pair | None] = {}  # by parameter id; None if computed twice since the last step
         self._backwards = 0
         self.was_compared = False
@@ -92,6 +93,7 @@ class SampleWeights:
             The number of samples of this rank, which is the length of the first dimension of tensors with one row each.
         """
         self.take()
+        self._later.clear()
         self._computed.clear()
         self._backwards += 1
         if not self._checks or (self._backwards > CHECKED and self._backwards % CHECK_INTERVAL):
@@ -110,7 +112,7 @@ class SampleWeights:
 
     def note_operator(self, name: str) -> None:
         """Record that the loop calls an operator that may combine samples."""
-        self._later.add(name)
+        self._lines.add(name)
 
     def note_computed(self, inputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
         """Record the gradients that `torch.autograd.grad` has computed for some parameters among its inputs."""
@@ -149,7 +151,7 @@ class SampleWeights:
         is_compared : bool
             Whether the gradients of this backward are compared with those of whole batches.
         """
-        later, self._later = self._later, set()
+        later, self._lines = self._later | self._lines, set()
         known = [weights for weights in by_rank if 0 < len(weights) <= _MOST_WEIGHTS]  # a rank may have no samples
         are_equal = all(_are_equal(known[0], weights, tolerance) for weights in known[1:])
         if is_compared:

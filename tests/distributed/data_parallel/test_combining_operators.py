@@ -27,7 +27,7 @@ def noted(compute, share=SHARE, rows=SAMPLES, was_compared=True):
     weights.was_compared = was_compared
     with combinations_noted(context, weights):
         compute(torch.rand(rows, 5, 3))
-    return [*weights._later]
+    return [*weights._lines]
 
 
 COMBINING = {

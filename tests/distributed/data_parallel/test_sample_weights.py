@@ -176,6 +176,13 @@ def test_lines_that_combine_samples_later_are_named():
     assert warned(weights, equal) == []  # once
 
 
+def test_operators_of_a_backward_that_reaches_no_parameter_are_forgotten():
+    weights = SampleWeights()
+    assert warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights), is_compared=True) == []
+    of_ranks(lambda e: e.topk(3)[0].mean(), (6, 6), weights)
+    assert warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights)) == []
+
+
 CHANGED = {
     "own gradient": (lambda gradient: gradient, 0),
     "a constant factor": (lambda gradient: 0.1 * gradient, 0),
