@@ -29,15 +29,7 @@ from nano_loop.patching.torch_private import in_functorch
 
 
 class WeightedRoots:
-    """The roots of the backwards of one rank.
-
-    Parameters
-    ----------
-    split : SplitBatches
-        The state of this rank's share.
-    comparison : Comparison
-        The comparison of its gradients with those of whole batches.
-    """
+    """The roots of the backwards of one rank, whose gradients are compared with those of whole batches."""
 
     def __init__(self, split: SplitBatches, comparison: Comparison) -> None:
         self._split = split
