@@ -23,6 +23,17 @@ class _Commands(click.Group):
         command: click.Command = getattr(importlib.import_module(f"nano_loop.cli.{cmd_name}"), cmd_name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments name. click suggests no command that is imported on first use."""
+        if args[0] not in self.list_commands(ctx):
+            from difflib import get_close_matches
+
+            for closest in get_close_matches(args[0], self.list_commands(ctx), 1):
+                raise click.UsageError(f"No such command {args[0]!r}. Did you mean {closest!r}?", ctx)
+        return super().resolve_command(ctx, args)
+
 
 _IN_FILES = ("env", "profile", "run", "tune")
 
