@@ -12,10 +12,6 @@ from nano_loop.version import __version__
 class _Commands(click.Group):
     """A group of commands that are imported from their modules on first use."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands in alphabetical order."""
-        return sorted([*super().list_commands(ctx), *_IN_FILES])
-
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command with this name, or None."""
         if cmd_name not in _IN_FILES:
@@ -23,21 +19,8 @@ class _Commands(click.Group):
         command: click.Command = getattr(importlib.import_module(f"nano_loop.cli.{cmd_name}"), cmd_name)
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name. click suggests no command that is imported on first use."""
-        if args[0] not in self.list_commands(ctx):
-            from difflib import get_close_matches
-
-            for closest in get_close_matches(args[0], self.list_commands(ctx), 1):
-                raise click.UsageError(f"No such command {args[0]!r}. Did you mean {closest!r}?", ctx)
-        return super().resolve_command(ctx, args)
-
 
 _IN_FILES = ("env", "profile", "run", "tune")
-
-
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -59,3 +42,7 @@ def doctor(as_json: bool) -> int:
     text, code = diagnose(as_json, click.style)
     click.echo(text)
     return code
+
+
+for name in _IN_FILES:
+    app.add_command(click.Command(name))  # its name only: help lists it, and errors suggest it

@@ -100,14 +100,7 @@ class ScriptCommand(NanoCommand):
         while place < len(args) and args[place].startswith("-") and args[place] not in ("-", "--"):
             args[place] = _SWITCHES.get(args[place], args[place])
             place += 1 + (args[place] in with_values)
-        try:
-            return super().parse_args(ctx, [*args])  # click empties the list
-        except click.MissingParameter:
-            flag, value = ["", "", *args][-2:]
-            if flag not in with_values or not os.path.exists(value):
-                raise
-            expected, hint = f"it is the value of {flag}, and no script follows", f"Write a value before {value}"
-            raise NanoConfigError(error_message(f"{flag} {value}", expected, hint)) from None
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of the command, then those of nano_loop in groups."""

@@ -37,11 +37,6 @@ REFUSED = [
     (["run", "\x1b[31m\udcff" + "x" * 5000], ["\\x1b[31m\\udcffxxx", "x...x"]),
     (["run", "--precision"], ["--precision", "requires an argument"]),
     (["run"], ["Missing argument 'SCRIPT'"]),
-    (["run", "--precision", "bf16"], ["Missing argument 'SCRIPT'"]),
-    (
-        ["run", "--precision", "train.py"],
-        ["--precision train.py: it is the value of --precision, and no script follows"],
-    ),
     (["run", "-j", "-t", "train.py"], ["a process can use only one allocator"]),
     (["run", "--exact", "--precision", "bf16", "train.py"], ["--precision=bf16 with --exact=True"]),
     (["profile", "--trace=no/such/trace.json", "train.py"], ["its folder does not exist"]),
