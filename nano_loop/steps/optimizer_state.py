@@ -261,7 +261,7 @@ class WideWeights:
             for parameter, data, gradient, in_fp32 in self._parameters:
                 is_kept = parameter.grad is in_fp32
                 if gradient is not None and in_fp32 is not None and in_fp32 is not gradient and version(in_fp32):
-                    gradient.copy_(in_fp32)  # changed in place, as by `zero_grad(set_to_none=False)`
+                    gradient.detach().copy_(in_fp32.detach())  # changed in place, as by `zero_grad(set_to_none=False)`
                 parameter.grad = None
                 self._weights.write(data, parameter.data)
                 parameter.data = data
