@@ -369,7 +369,6 @@ def test_fewer_threads_than_asked_for_compute_all_parts(hidden):
 
 @pytest.mark.parametrize("scale", [0.01, 0.6, 3])
 def test_tanh_is_exact_to_one_and_a_half_units_in_the_last_place(scale):
-    """Gradients of saturated functions of many outputs multiply the error."""
     x = scale * torch.randn(4096, 16, generator=torch.Generator().manual_seed(0))
     properties = Recurrence(TANH, torch.tensor([0, 4096]), False, False, False, (torch.float32,) * 2)
     weights, state = (torch.eye(16), torch.zeros(16, 16), None, None), torch.zeros(4096, 16)

