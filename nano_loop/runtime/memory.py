@@ -223,7 +223,8 @@ class MemoryWatch:
         self._parts["gradients"] = self._gradients()
         dtype, limit = self._dtype_of_states(), self._limit and self._read_limit()
         coming = sum(bytes_of_coming_states(optimizer, dtype) for optimizer in self._clock.optimizers)
-        self._parts["states of optimizers"] = coming + sum(map(bytes_of_states, self._clock.optimizers))
+        existing = sum(map(bytes_of_states, self._clock.optimizers))
+        self._parts["states of optimizers"] = coming + existing
         now, peak = resident_memory(), peak_memory()
         if limit is None or now is None:
             return
@@ -234,7 +235,9 @@ class MemoryWatch:
         # Measurements of the tuner need memory for one more result and its gradient.
         again = 2 * max(map(_bytes_of, self._outputs), default=0) if self._options.tune_operators else 0
         # A step's temporary tensors are in the memory of activations, which are freed by then, if there is enough.
-        in_step = sum(self._parts.values()) + max(map(bytes_of_temporaries, self._clock.optimizers), default=0)
+        # Existing states are also counted in the memory before the run.
+        in_step = sum(self._parts.values()) - existing
+        in_step += max(map(bytes_of_temporaries, self._clock.optimizers), default=0)
         self._predicted = max(self._most + coming + again, in_step)
         if self._predicted > limit.most:
             raise self._error(f"a training step is predicted to take {size(self._predicted)}", limit)
