@@ -22,10 +22,7 @@ _CHANCES, _COPIED = 8, 16
 class Training:
     """A run for models that are trained together. It ends when all objects that it weakly references have been freed.
 
-    Parameters
-    ----------
-    outer : Run or None
-        The outer run. None if nothing is set up.
+    The outer run is None if nothing is set up.
 
     Attributes
     ----------

@@ -55,16 +55,9 @@ _HINTS = {
 
 
 class MemoryUse(NamedTuple):
-    """The memory of a process that has trained, in bytes.
+    """The memory of a process that has trained, in bytes: the peak so far, and its known parts.
 
-    Attributes
-    ----------
-    peak : int
-        The maximum so far.
-    predicted : int or None
-        Predicted in the first step; None if nothing limits the memory.
-    parts : dict
-        The known parts of the peak.
+    The peak is predicted in the first step, unless nothing limits the memory.
     """
 
     peak: int
@@ -92,26 +85,9 @@ class MemoryWatch:
     From a setup with optimizers until each of these has stepped, the resident memory is read after each call of a
     module in training, and before the backward of its outputs. Before the first step, the peak of the following steps
     is predicted. Without a limit, nothing is read.
-
-    Parameters
-    ----------
-    options : Options
-        The options of the run.
-    ranks : Ranks
-        The processes of the run.
-    clock : StepClock
-        The clock of the run.
-    interceptors : CallInterceptors
-        Its call interceptors.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        ranks: Ranks,
-        clock: StepClock,
-        interceptors: CallInterceptors,
-    ) -> None:
+    def __init__(self, options: Options, ranks: Ranks, clock: StepClock, interceptors: CallInterceptors) -> None:
         self._options, self._ranks = options, ranks
         self._clock, self._interceptors = clock, interceptors
         self._models: Any = WeakIdKeyDictionary()

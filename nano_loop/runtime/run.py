@@ -52,15 +52,7 @@ def active_run() -> Run | None:
 
 
 class RunTask(Task):
-    """A task that is executed in a `Run`.
-
-    Parameters
-    ----------
-    settings : Settings
-        The settings of the run.
-    names, loop
-        See `Task`.
-    """
+    """A task that is executed in a `Run` with its settings."""
 
     #: The steps of its run, in order.
     steps: tuple[type[Step], ...] = STEPS
@@ -216,12 +208,7 @@ class Run:
     def inner(self, step_types: Sequence[type[Step]] | None = None, **changes: Any) -> Run:
         """Start and return a nested run with the same report. It lasts until it is exited.
 
-        Parameters
-        ----------
-        step_types : sequence of type, optional
-            The classes of its steps, in order. By default, all.
-        **changes
-            Options with changed values.
+        Its steps are of the classes `step_types`, in order; by default, all. `changes` are options with changed values.
         """
         options = self.options.changed(changes) if changes else self.options
         return Run(
@@ -248,17 +235,8 @@ class Run:
     def apply(self, parts: TrainingObjects, first: Sequence[StepResult] = ()) -> None:
         """Apply the steps to the objects of a ``setup`` call, and print the new entries of the report.
 
-        Parameters
-        ----------
-        parts : TrainingObjects
-            The objects to set up.
-        first : sequence of StepResult
-            Entries of the report before those of the steps.
-
-        Raises
-        ------
-        NanoConfigError
-            If an explicitly requested step does not apply.
+        `first` are entries before those of the steps. Raises a `NanoConfigError` if an explicitly requested step does
+        not apply.
         """
         slot = self._active_slot
         if self.stepped is not None:

@@ -23,14 +23,7 @@ _MUCH = 100 << 20  # the report lists copies of arguments from this number of by
 
 
 class RunReport:
-    """The report of a run and its nested runs, which rank 0 prints.
-
-    Parameters
-    ----------
-    options : Options
-        The options of the run.
-    printed : LastPrinted
-        The lines that the previous run printed.
+    """The report of a run and its nested runs, which rank 0 prints, except for lines that the previous run printed.
 
     Attributes
     ----------

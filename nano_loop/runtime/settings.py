@@ -45,16 +45,7 @@ def script_of_process() -> str | None:
 def learn(machine: Machine, script: str, options: Options, changes: Mapping[str, Any]) -> None:
     """Save the fastest options of a script on a machine, for later runs of it with these options.
 
-    Parameters
-    ----------
-    machine : Machine
-        The machine.
-    script : str
-        See `script_of_process`.
-    options : Options
-        The options of the script.
-    changes : mapping
-        The options whose values change.
+    For `script`, see `script_of_process`. `changes` are the options whose values change.
     """
     choices = choices_for(machine, threads=0)
     choices.put(_key(script, options, machine), Choice(json.dumps(changes), "{}", {}))
@@ -65,16 +56,7 @@ def with_learnt(options: Options, machine: Machine, written: Collection[str]) ->
     """Return the options of a call, with the changes that `nano-loop tune` has found.
 
     Options that the program or the environment has set do not change, except ``num_processes="auto"``. Neither does the
-    precision: `learn` saves the fastest options per precision.
-
-    Parameters
-    ----------
-    options : Options
-        The options.
-    machine : Machine
-        The machine.
-    written : collection of str
-        The options that the call names.
+    precision: `learn` saves the fastest options per precision. `written` are the options that the call names.
     """
     place, command = cache_path(), take_command()
     asked_for = {"num_processes"} if options.num_processes == "auto" else set()

@@ -29,23 +29,9 @@ class SteppedOptimizers:
     """Watches the first step of each optimizer in the scope of a run.
 
     In one process, this sets up an optimizer that trains a set-up model but was not set up. In several, the clock
-    counts its steps, since other ranks may not step it.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        The processes of the run.
-    scope : RunScope
-        The scope in which this is the innermost run.
-    hint : str
-        A hint on how to set up objects.
-    apply : callable
-        Sets up objects.
-    unmet : callable
-        Returns the options set to True that do not apply to any set-up object, with reasons and hints. Called at the
-        first step of the run.
-    clock : StepClock
-        The clock of the run.
+    counts its steps, since other ranks may not step it. `hint` says how to set up objects, and `apply` does it. `unmet`
+    is called at the first step of the run, and returns the options set to True that do not apply to any set-up object,
+    with reasons and hints.
 
     Attributes
     ----------

@@ -44,15 +44,7 @@ class CallSite(NamedTuple):
 
 
 def mismatch_message(own_rank: int, all_ranks: Mapping[int, CallSite]) -> str:
-    """Return the message for ranks that are in different collectives.
-
-    Parameters
-    ----------
-    own_rank : int
-        This rank.
-    all_ranks : mapping of int to CallSite
-        The call site of each rank.
-    """
+    """Return the message of rank `own_rank` for ranks that are in different collectives, given all their call sites."""
     iterating = [rank for rank, where in all_ranks.items() if where.what == ITERATION]
     others = [rank for rank, where in all_ranks.items() if where.what != all_ranks[own_rank].what]
     if not others:
@@ -79,14 +71,7 @@ def mismatch_message(own_rank: int, all_ranks: Mapping[int, CallSite]) -> str:
 def left_behind(own_rank: int, rank: int, still: str, loop: Loop) -> str:
     """Return the message for a rank that has returned from the loop while this one waits for it.
 
-    Parameters
-    ----------
-    own_rank, rank : int
-        This rank, and the one that has returned.
-    still : str
-        The current operation of this rank, as a verb with its object, or `ITERATION`.
-    loop : Loop
-        The function that the ranks run.
+    `still` is the current operation of this rank, as a verb with its object, or `ITERATION`.
     """
     got, (expected, hint) = f"rank {rank} has returned from {loop.name}, and rank {own_rank}", loop.same_steps
     if still == ITERATION:

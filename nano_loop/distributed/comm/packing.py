@@ -45,10 +45,6 @@ class Batch:
     length: int = 0
     pieces: list[Piece] = field(default_factory=list)
 
-    def places(self, memory: torch.Tensor) -> Places:
-        """Return views of `memory`, which is flat and has the batch's dtype, one for each piece."""
-        return Places(self.pieces, memory)
-
     def between(self, start: int, stop: int) -> list[Piece]:
         """Return the pieces of the elements from `start` to `stop` (exclusive), cut at these bounds."""
         cut = (piece.between(start, stop) for piece in self.pieces)
@@ -66,15 +62,7 @@ class Batch:
 
 
 class Places:
-    """Views into a batch, one for each of its pieces.
-
-    Parameters
-    ----------
-    pieces : sequence of Piece
-        The pieces.
-    memory : torch.Tensor
-        Flat memory of the batch's dtype.
-    """
+    """Views into flat memory of a batch's dtype, one for each of its pieces."""
 
     def __init__(self, pieces: Sequence[Piece], memory: torch.Tensor) -> None:
         self.views = [memory[piece.offset : piece.offset + piece.shape.numel()].view(piece.shape) for piece in pieces]
@@ -99,14 +87,9 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
 
 
 def pack(signature: Signature, capacity: int) -> list[Batch]:
-    """Pack a list of tensors into batches, grouping tensors of the same dtype.
+    """Pack a list of tensors into batches of at most `capacity` bytes, grouping tensors of the same dtype.
 
-    Parameters
-    ----------
-    signature : Signature
-        The shapes and dtypes of the list.
-    capacity : int
-        The maximum number of bytes per batch. Larger tensors are split.
+    Larger tensors are split.
     """
     filling: dict[torch.dtype, list[Batch]] = {}
     for index, (shape, dtype) in enumerate(zip(*signature, strict=True)):

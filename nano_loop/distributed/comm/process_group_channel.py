@@ -17,13 +17,7 @@ _FIRST = 496  # payload bytes sent in the same message
 
 
 class ProcessGroupChannel:
-    """A channel over the default process group. See `Channel`.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        Two or more, with a default process group between them.
-    """
+    """A channel of two or more ranks over the default process group. See `Channel`."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

@@ -38,10 +38,8 @@ class RankSlot:
 def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple[Share, ...]:
     """Return a share of `machine` for each of its `ranks`.
 
-    Raises
-    ------
-    NanoConfigError
-        If there are fewer cores than ranks, or the system cannot bind processes to the requested CPUs.
+    Raises a `NanoConfigError` if there are fewer cores than ranks, or the system cannot bind processes to the requested
+    CPUs.
     """
     chosen = options.cpu_for_each_process
     if chosen is None:

@@ -51,12 +51,7 @@ class Channel(Protocol):
 class Loop:
     """The user's function that the ranks of a run execute, as named in messages.
 
-    Parameters
-    ----------
-    name : str
-        Its name.
-    collectives : str
-        The prefix for names of collectives in the user's code.
+    `collectives` is the prefix for names of collectives in the user's code.
     """
 
     name: str = "train"
@@ -205,12 +200,7 @@ class Ranks:
     def group(self, members: Sequence[int], *, timeout: float | None = None) -> Ranks:
         """Return this rank's view of a subset of ranks in ascending order, including this rank.
 
-        Parameters
-        ----------
-        members : sequence of int
-            The ranks; messages use these numbers.
-        timeout : float, optional
-            A timeout shorter than the run's.
+        Messages use the numbers of the `members`. The timeout may be shorter than the run's.
         """
         return Ranks(
             members.index(self.rank),
@@ -253,17 +243,7 @@ class Ranks:
             self.context.split = None
 
     def broadcast(self, value: Value, source: int = 0, what: str = "") -> Value:
-        """Return the value of rank `source`. Collective.
-
-        Parameters
-        ----------
-        value : Any
-            The value of this rank.
-        source : int
-            The rank whose value is returned on all ranks.
-        what : str
-            See `Channel`.
-        """
+        """Return the value of rank `source` on all ranks. Collective; for `what`, see `Channel`."""
         if self.size == 1:
             return value
         own = self.rank == source
@@ -288,12 +268,9 @@ class Ranks:
             torch.set_rng_state(self.broadcast(torch.get_rng_state(), what=what))
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite `tensors` in place with rank 0's. Collective; shapes and dtypes must match on every rank.
+        """Overwrite strided CPU tensors, which are not quantized, in place with rank 0's. Collective.
 
-        Parameters
-        ----------
-        tensors : sequence of torch.Tensor
-            Strided CPU tensors that are not quantized.
+        Shapes and dtypes must match on every rank.
         """
         if self.size == 1:
             return
@@ -319,10 +296,7 @@ class Ranks:
     def finish(self, work: Any) -> None:
         """Wait for a torch collective started with ``async_op=True``.
 
-        Raises
-        ------
-        NanoError
-            If it is not finished within the timeout. `check` may raise other errors.
+        Raises a `NanoError` if it is not finished within the timeout. `check` may raise other errors.
         """
         deadline = time.monotonic() + self.timeout
 

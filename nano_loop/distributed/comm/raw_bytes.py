@@ -14,10 +14,7 @@ from nano_loop.errors import NanoError, error_message
 def raw_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor as a flat uint8 tensor.
 
-    Raises
-    ------
-    NanoError
-        If it is not strided and contiguous, not on the CPU, or quantized.
+    Raises a `NanoError` if the tensor is not strided and contiguous, not on the CPU, or quantized.
     """
     strided = tensor.layout is torch.strided
     if not strided or tensor.device.type != "cpu" or tensor.is_quantized or not tensor.is_contiguous():

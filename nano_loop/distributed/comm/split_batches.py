@@ -216,16 +216,9 @@ class SplitBatches:
         self._whole = weakref.ref(iteration)
 
     def note_call(self, inputs: Any, *, trains: bool) -> None:
-        """Record the batch to which the inputs of a model belong.
+        """Record the batch to which tensors in the inputs of a model belong. `trains` is whether it is in train mode.
 
         The loop may have kept the batch, or have read others ahead.
-
-        Parameters
-        ----------
-        inputs : object
-            May contain tensors of a batch.
-        trains : bool
-            Whether the model is in train mode.
         """
         if not self.is_here or in_functorch():  # tensors of torch.func have no storage
             return
@@ -255,10 +248,7 @@ class SplitBatches:
     def begin_backward(self) -> float:
         """Return the weight for a backward that starts now.
 
-        Raises
-        ------
-        NanoError
-            If the batches delivered for it have shares of different weights.
+        Raises a `NanoError` if the batches delivered for it have shares of different weights.
         """
         shares = [*self.used]
         for iteration, pending in self.since_backward.items():

@@ -19,19 +19,9 @@ _NO_COPY = "a numpy.memmap is sent without a copy"
 
 
 def limit_in_words(error: OSError, folder: Path) -> tuple[str, str] | None:
-    """Return the system limit that caused an error, and advice on what to do about it.
+    """Return the system limit that caused an error on writing to `folder`, and advice on what to do about it.
 
-    Parameters
-    ----------
-    error : OSError
-        The error.
-    folder : Path
-        The folder where files were to be written.
-
-    Returns
-    -------
-    (str, str) or None
-        The second and third parts of an error message; None for other kinds of errors.
+    These are the second and third parts of an error message; None for other kinds of errors.
     """
     if error.errno == errno.EMFILE:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

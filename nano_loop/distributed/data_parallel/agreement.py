@@ -157,14 +157,7 @@ _WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
 class Agreement:
     """Progress of this rank, which must equal that of the others.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The processes of the run.
-    parameters : Parameters
-        The parameters whose gradients are averaged.
-    compare : bool
-        Whether the ranks compare their parameters and buffers at intervals; see `checksums`.
+    With `compare`, the ranks also compare their parameters and buffers at intervals; see `checksums`.
 
     Attributes
     ----------
@@ -193,12 +186,7 @@ class Agreement:
     ) -> list[Fingerprint]:
         """Return the fingerprints of all ranks; raise a NanoError on each if they have diverged. Collective.
 
-        Parameters
-        ----------
-        purpose : {"average", "sync", "losses"}
-            The next operation.
-        arrived, overlap, losses, weights, is_posted
-            See `Fingerprint`.
+        The arguments are attributes of this rank's `Fingerprint`.
         """
         compares_work = purpose == "average" and checksums.is_due(self.averagings)
         in_order, split = self._parameters.in_order, self._ranks.context.split
@@ -242,10 +230,7 @@ class Agreement:
     def end_averaging(self) -> None:
         """Record an averaging, and compare parameters and buffers after some averagings. Collective.
 
-        Raises
-        ------
-        NanoWorkerError
-            If a parameter differs.
+        Raises a `NanoWorkerError` if a parameter differs.
         """
         if self._compares and checksums.is_due(self.averagings):
             named = self._parameters.named
@@ -258,13 +243,9 @@ class Agreement:
     def compare_rest(self, averaged: AveragedGradients) -> None:
         """At the end of the run, compare the parameters whose gradients were never averaged.
 
-        `torch.autograd.grad` may have computed their gradients. Collective. Nothing is compared if a rank has left the
-        run, or leaves it later than the timeout, because it does work that only one rank does.
-
-        Raises
-        ------
-        NanoWorkerError
-            If a parameter differs.
+        `torch.autograd.grad` may have computed their gradients. Raises a `NanoWorkerError` if one differs. Collective.
+        Nothing is compared if a rank has left the run, or leaves it later than the timeout, because it does work that
+        only one rank does.
         """
         rest = [pair for pair in self._parameters.named if pair[1].requires_grad and pair[1] not in averaged]
         if rest and self._compares:

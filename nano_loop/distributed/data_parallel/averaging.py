@@ -56,20 +56,9 @@ class Averaging:
     """The hooks that average the gradients of some models and optimizers over the ranks.
 
     ``p.grad`` is averaged as a whole, so an earlier mean in it, which is equal on all ranks, does not change when
-    gradients are accumulated.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        The processes.
-    transport : SharedMemoryTransport or GroupTransport
-        Transfers the gradients; it is not closed.
-    compare : bool
-        See `Agreement`.
-    overlapped : bool
-        Whether averaging by a `GroupTransport` begins while the backward still computes; see `Overlap`.
-    comparison : Comparison or None
-        Compares gradients with those of whole batches, if ranks share these.
+    gradients are accumulated. The transport is not closed. If `overlapped`, averaging by a `GroupTransport` begins
+    while the backward still computes; see `Overlap`. For `compare`, see `Agreement`. The comparison with gradients of
+    whole batches is for ranks that share these.
     """
 
     def __init__(
@@ -156,10 +145,7 @@ class Averaging:
     def average(self) -> None:
         """Average gradients that are pending on any rank. Collective.
 
-        Raises
-        ------
-        NanoError
-            On every rank, if the ranks have diverged.
+        Raises a `NanoError` on every rank if the ranks have diverged.
         """
         with record_function(AVERAGING_EVENT) if is_profiling() else nullcontext():
             diverge_rng(self._ranks)  # for a model that is only called inside an autograd function, without gradients

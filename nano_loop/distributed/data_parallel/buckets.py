@@ -51,16 +51,8 @@ def _plan(signature: Signature, capacity: int) -> _Plan:
 class GroupTransport:
     """Averages over a process group. A bucket is sent as soon as it and the previous buckets are complete.
 
-    16-bit elements are sent and summed in float32.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        All ranks, with a default process group between them.
-    group : torch.distributed.ProcessGroup, optional
-        A group for these lists only, which are sent concurrently with values; by default, the default group.
-    capacity : int
-        The maximum size of a bucket in bytes.
+    16-bit elements are sent and summed in float32. The `group` is for these lists only, which are sent concurrently
+    with values; by default, it is the default group. A bucket has at most `capacity` bytes.
     """
 
     def __init__(self, ranks: Ranks, group: Any = None, *, capacity: int = _CAPACITY) -> None:
@@ -96,7 +88,7 @@ class GroupTransport:
         self._missing = [len(batch.pieces) for batch in batches]
         self._buckets, self._places = [], []  # frees the previous ones first
         self._buckets = [_empty_bucket(batch) for batch in batches]
-        self._places = [batch.places(bucket) for batch, bucket in zip(batches, self._buckets, strict=True)]
+        self._places = [Places(batch.pieces, bucket) for batch, bucket in zip(batches, self._buckets, strict=True)]
         self._has_begun = True
 
     @torch.no_grad()
@@ -146,13 +138,7 @@ def _empty_bucket(batch: Batch) -> torch.Tensor:
 
 
 class Overlap:
-    """The averaging of the gradients of the current backward.
-
-    Parameters
-    ----------
-    transport : GroupTransport or None
-        Sends them; None disables the overlap.
-    """
+    """The averaging of the gradients of the current backward by a transport; None disables the overlap."""
 
     def __init__(self, transport: GroupTransport | None) -> None:
         self._transport: Any = transport
@@ -211,12 +197,9 @@ class Overlap:
         return SPOILED if self._is_spoiled or not (are_as_sent and sent.keys() == self._parameters.keys()) else WHOLE
 
     def finish(self, states: Sequence[int]) -> Collection[int]:
-        """Finish the averaging if any rank has started one; return the ids of averaged parameters. Collective.
+        """Finish the averaging if one of the ranks' states says that it has begun. Collective.
 
-        Parameters
-        ----------
-        states : sequence of int
-            The states of all ranks.
+        Returns the ids of averaged parameters.
         """
         if not any(states):
             return ()

@@ -85,12 +85,7 @@ def norm_of_gradients(parameters: Iterable[torch.Tensor]) -> float:
 def first_unequal(gathered: Sequence[Sequence[Pair]], named: Sequence[Named]) -> tuple[str, int, str] | None:
     """Return the first tensor that is not equal on all ranks: its name, a differing rank, and the difference.
 
-    Parameters
-    ----------
-    gathered : sequence of list
-        The results of `checksums`, by rank.
-    named : sequence of (str, torch.Tensor)
-        The tensors in the same order, with their names.
+    `gathered` are the `checksums` of the `named` tensors, by rank.
     """
     for (name, tensor), *pairs in zip(named, *gathered, strict=False):
         for rank, pair in enumerate(pairs):

@@ -48,14 +48,7 @@ _CALLS = ". If a dropout gets several batches as one, such as torch.cat([x, x]),
 class Comparison:
     """Compares the gradients of this run's ranks with the witness's, until each optimizer has stepped.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The processes. The first has the witness, if any.
-    split : SplitBatches
-        The state of this rank's share.
-    is_rounded : bool
-        Whether tensors are bf16.
+    Only the first rank has the witness, if there is one. `is_rounded` is whether tensors are bf16.
 
     Attributes
     ----------
@@ -160,13 +153,7 @@ class Comparison:
         return draws[number] if number < len(draws) else None
 
     def end_backward(self, parameters: Parameters) -> None:
-        """Compare the mean gradients of parameters with the witness's.
-
-        Raises
-        ------
-        NanoError
-            If they differ.
-        """
+        """Compare the mean gradients of parameters with the witness's; raise a NanoError if they differ."""
         told = self._told
         if told is None:
             return
@@ -230,17 +217,7 @@ class Comparison:
     def before_step(self, optimizer: Optimizer, *, are_means: bool) -> None:
         """Compare a step's rates and gradients, which the loop may have changed since the backward.
 
-        Parameters
-        ----------
-        optimizer : torch.optim.Optimizer
-            The optimizer that steps.
-        are_means : bool
-            Whether the gradients have been averaged.
-
-        Raises
-        ------
-        NanoError
-            If they differ.
+        Raises a `NanoError` if they differ. `are_means` is whether the gradients have been averaged.
         """
         told = None if self._witness is None or self._is_last else self._next("step")
         if told is None or not self.compared or not are_means:

@@ -39,10 +39,7 @@ _LIKE = ("rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
 def drawing(draw: Callable[..., Tensor | None], ranks: Ranks) -> Iterator[None]:
     """In the body, let `draw` handle all draws of torch that are elementwise or by rows, as described in `drawn`.
 
-    Raises
-    ------
-    NanoConfigError
-        Before torch 2.9.
+    Raises a `NanoConfigError` before torch 2.9.
     """
     if not gives_kernels():
         raise NanoConfigError(error_message("split_batches=True", NO_KERNELS, "Remove split_batches=True"))

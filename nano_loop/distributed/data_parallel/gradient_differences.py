@@ -20,14 +20,9 @@ _MOST_ROUNDING = 0.05
 
 
 class Differences:
-    """The differences of some gradients from those of whole batches, by place.
+    """The differences of some gradients from those of whole batches, by place; a missing gradient is zero.
 
-    Parameters
-    ----------
-    gradients, whole : sequence of torch.Tensor or None
-        The gradients of the same parameters; a missing one is zero.
-    tolerance : float
-        The largest relative difference of equal gradients: TOLERANCE, ROUNDED or DOUBLE.
+    The `tolerance` is the largest relative difference of equal gradients: TOLERANCE, ROUNDED or DOUBLE.
 
     Attributes
     ----------
@@ -63,12 +58,7 @@ class Differences:
     def wrong_layer(self, ids: Sequence[int], last_layers: Iterable[Set[int]], earlier: Set[int]) -> list[int]:
         """Return the places of the parameters of a last layer if some gradients of it differ and none is equal.
 
-        Parameters
-        ----------
-        ids : sequence of int
-            The ids of the parameters.
-        last_layers, earlier
-            The results of `nano_loop.distributed.data_parallel.loss_graph.split_by_depth`.
+        `ids` are those of the parameters, and the layers are the results of `loss_graph.split_by_depth`.
         """
         least = _OF_ALL * self._tolerance * self._size
         for layer in last_layers:

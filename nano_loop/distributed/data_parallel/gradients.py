@@ -34,12 +34,7 @@ def are_all_dense(arrived: Sequence[bytes]) -> bool:
 def by_kind(parameters: list[torch.Tensor], arrived: Sequence[bytes]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the parameters with a dense gradient on any rank, and those with only sparse gradients.
 
-    Parameters
-    ----------
-    parameters : list of torch.Tensor
-        All of them, in the same order on every rank.
-    arrived : sequence of bytes
-        The `kind_of` each gradient in this order, by rank.
+    `arrived` is the `kind_of` each gradient, in the order of all parameters, by rank.
     """
     if are_all_dense(arrived):
         return parameters, []
@@ -54,10 +49,7 @@ def by_kind(parameters: list[torch.Tensor], arrived: Sequence[bytes]) -> tuple[l
 class DenseGradients:
     """The gradients of some parameters in the form in which they are averaged, and their destinations.
 
-    Parameters
-    ----------
-    parameters : sequence of torch.Tensor
-        Parameters without a gradient are treated as having a zero gradient, and get one.
+    A parameter without a gradient is treated as having a zero gradient, and gets one.
 
     Attributes
     ----------
@@ -175,12 +167,7 @@ def _overlaps(gradient: torch.Tensor) -> bool:
 def average_sparse(parameters: Sequence[torch.Tensor], ranks: Ranks) -> None:
     """Set the gradient of every parameter to the coalesced mean of all ranks' sparse gradients. Collective.
 
-    Parameters
-    ----------
-    parameters : sequence of torch.Tensor
-        The same parameters on every rank. Each has a sparse gradient or none, and at least one rank has one.
-    ranks : Ranks
-        The processes.
+    Every rank passes the same parameters. Each has a sparse gradient or none, and at least one rank has one.
     """
     if not parameters:
         return

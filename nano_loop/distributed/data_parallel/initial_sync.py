@@ -56,22 +56,11 @@ def _each_once(named: Iterable[Named]) -> Iterator[Named]:
 
 
 def make_equal(ranks: Ranks, named: Sequence[Named], more: Sequence[str] = ()) -> None:
-    """Overwrite the tensors in place with rank 0's. Collective.
+    """Overwrite tensors of any dtypes and strides in place with rank 0's. Collective.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The processes.
-    named : sequence of (str, torch.Tensor)
-        Tensors of any dtypes and strides; they stay the same objects.
-    more : sequence of str
-        Descriptions of other things that must be the same on every rank.
-
-    Raises
-    ------
-    NanoError
-        On every rank, if names, shapes, dtypes or strides of the tensors, or `more`, differ between ranks; the message
-        names the first difference. Also if a tensor has no shape or memory yet.
+    Raises a `NanoError` on every rank if names, shapes, dtypes or strides of the tensors differ between ranks, or
+    `more`, descriptions of other things that must be the same; the message names the first difference. Also if a tensor
+    has no shape or memory yet.
     """
     _refuse_without_values(named)
     _refuse_difference(ranks.gather([*(_signature(name, tensor) for name, tensor in named), *more]))

@@ -100,15 +100,8 @@ def _is_of_parameter(node: Any) -> bool:
 def split_by_depth(losses: Iterable[Tensor]) -> tuple[list[set[int]], set[int]]:
     """Return the parameters of each last layer, such as the weight and the bias of a head, and those of all others.
 
-    Parameters
-    ----------
-    losses : iterable of torch.Tensor
-        The roots of a backward that has not run yet.
-
-    Returns
-    -------
-    tuple of a list of set of int and a set of int
-        The ids of the parameters. Parameters of a last layer may also be among the others, such as tied weights.
+    The parameters are given by their ids. Those of a last layer may also be among the others, such as tied weights.
+    `losses` are the roots of a backward that has not run yet.
     """
     nodes = _from_leaves_to([loss.grad_fn for loss in losses])
     variables = {node: getattr(node, "variable", None) for node in nodes}

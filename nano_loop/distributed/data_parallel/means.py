@@ -24,14 +24,7 @@ Transport = SharedMemoryTransport | GroupTransport
 class Means:
     """The means of a run's gradients.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The processes.
-    transport : SharedMemoryTransport or GroupTransport
-        Transfers the gradients.
-    overlapped : bool
-        Whether a `GroupTransport` sends gradients while the backward still computes others.
+    If `overlapped`, a `GroupTransport` sends gradients while the backward still computes others.
 
     Attributes
     ----------

@@ -82,10 +82,7 @@ class Parameters:
     def forget_dropped(self, gather: Callable[[list[bool]], list[list[bool]]]) -> None:
         """Forget models and optimizers that the loop has dropped on any rank. Collective.
 
-        Parameters
-        ----------
-        gather : callable
-            Accepts a list of whether each of them still exists, and returns the lists of all ranks.
+        `gather` accepts a list of whether each of them still exists, and returns the lists of all ranks.
         """
         references: list[weakref.ref[Any]] = [*map(weakref.ref, self.models), *map(weakref.ref, self.optimizers)]
         if not references:

@@ -151,10 +151,7 @@ class RandomDraws:
     def _learn(self, site: tuple[int, ...], tensor: Tensor, share: Share, number: int) -> None:
         """Determine the batch dimension of a tensor, if any. Collective at the first draw there.
 
-        Raises
-        ------
-        NanoError
-            If the ranks draw tensors of other shapes than their shares explain.
+        Raises a `NanoError` if the ranks draw tensors of other shapes than their shares explain.
         """
         if site in self._unknown:
             return

@@ -28,15 +28,7 @@ from nano_loop.patching.calls.backward import roots_weighted
 
 
 class WeightedRoots:
-    """The roots of the backwards of one rank.
-
-    Parameters
-    ----------
-    split : SplitBatches
-        The state of this rank's share.
-    comparison : Comparison
-        The comparison of its gradients with those of whole batches.
-    """
+    """The roots of the backwards of one rank, whose gradients are compared with those of whole batches."""
 
     def __init__(self, split: SplitBatches, comparison: Comparison) -> None:
         self._split = split

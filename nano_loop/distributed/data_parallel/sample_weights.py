@@ -39,12 +39,7 @@ _WAYS = (
 class Weight(NamedTuple):
     """The weight of each element of a reduction on one rank.
 
-    Parameters
-    ----------
-    total, own : float
-        Its factor in the loss of the whole batch, and in that of this rank.
-    elements : int
-        The number of elements.
+    It is the element's factor in the loss of the whole batch, and in that of this rank.
     """
 
     total: float
@@ -71,14 +66,8 @@ class SampleWeights:
     def watch(self, losses: Sequence[Tensor], weight: float, samples: int) -> None:
         """Record the weights of samples in a backward that begins now.
 
-        Parameters
-        ----------
-        losses : sequence of torch.Tensor
-            The roots of the backward.
-        weight : float
-            Their gradient.
-        samples : int
-            The number of samples of this rank, which is the length of the first dimension of tensors with one row each.
+        The `weight` is the gradient of its roots, the `losses`. Tensors with one row for each sample have `samples`
+        rows.
         """
         self.take()
         self._later = set()
@@ -108,14 +97,8 @@ class SampleWeights:
     def compare(self, by_rank: Sequence[Sequence[Weight]], tolerance: float, *, is_compared: bool) -> None:
         """Warn once if ranks weight samples differently, or a loss combines them, unlike in compared gradients.
 
-        Parameters
-        ----------
-        by_rank : sequence of sequence of Weight
-            The results of `take`.
-        tolerance : float
-            The largest relative difference of equal weights.
-        is_compared : bool
-            Whether the gradients of this backward are compared with those of whole batches.
+        `by_rank` are the results of `take`, and `tolerance` is the largest relative difference of equal weights.
+        `is_compared` is whether the gradients of this backward are compared with those of whole batches.
         """
         if not self._checks:
             return

@@ -37,13 +37,7 @@ from nano_loop.patching.torch_private_autograd import in_backward
 
 
 class Witness(LoaderChange):
-    """Records and sends the witness's results.
-
-    Parameters
-    ----------
-    report : callable
-        Sends a report to rank 0; see `nano_loop.distributed.launch.stream.Reporter.report`.
-    """
+    """Records the witness's results, and sends them to rank 0 by `report`; see `launch.stream.Reporter.report`."""
 
     def __init__(self, report: Callable[..., object]) -> None:
         self._report = report

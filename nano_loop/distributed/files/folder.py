@@ -21,12 +21,8 @@ _LINK = "files"  # in the folder of the run, pointing to this one
 def workers_files(run: Path) -> Iterator[None]:
     """Create a folder on disk for files written by workers, which may be large, and delete it on exit.
 
-    It is in the folder of the run if other users could replace it in the folder for temporary files.
-
-    Parameters
-    ----------
-    run : Path
-        The private folder of the run, in which the workers find it.
+    The workers find it by the private folder of the run. It is in that folder if other users could replace it in the
+    folder for temporary files.
     """
     place = make_folder(f"nano_loop-{os.getpid()}-", (Path(tempfile.gettempdir()), run))
     try:
@@ -55,12 +51,7 @@ def folders_of(run: Path) -> list[str]:
 def discard_workers_files(run: Path, prefix: str) -> None:
     """Delete the folder that `workers_files` created for a run of a killed process.
 
-    Parameters
-    ----------
-    run : Path
-        The private folder of the run.
-    prefix : str
-        The prefix of the folder's name, to verify that it is such a folder.
+    The prefix of its name verifies that it is such a folder.
     """
     with contextlib.suppress(OSError):  # there is none
         place = Path(place_of(run))
@@ -107,10 +98,7 @@ def cache_folders() -> list[str]:
 def cache_folders_made() -> Iterator[list[str]]:
     """Create the missing cache folders, because Landlock requires that they exist; on exit, remove the empty ones.
 
-    Yields
-    ------
-    list of str
-        The created paths, parents first.
+    Yields the created paths, parents first.
     """
     made: list[str] = []
 

@@ -35,14 +35,9 @@ def naming(path: Any) -> Iterator[None]:
 
 
 class Functions:
-    """All file functions of one overlay, each equivalent to Python's function.
+    """All file functions of a rank's private files, each equivalent to Python's function.
 
     Folders given by descriptors are the caller's.
-
-    Parameters
-    ----------
-    overlay : Overlay
-        The rank's private files.
     """
 
     def __init__(self, overlay: Overlay) -> None:
@@ -269,10 +264,7 @@ class Functions:
     def _key_to_remove(self, path: Any, tolerant: bool = True) -> str | None:
         """Return the resolved path of a file to remove; None if rank 0 has removed it before this rank.
 
-        Raises
-        ------
-        FileNotFoundError
-            If it does not exist, and rank 0 has not removed it or `tolerant` is False.
+        Raises a FileNotFoundError if it does not exist, and rank 0 has not removed it or `tolerant` is False.
         """
         with contextlib.suppress(FileNotFoundError):
             key = self._overlay.key(_bare(path), follow=False)

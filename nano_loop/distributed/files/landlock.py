@@ -26,10 +26,7 @@ _MOVE, _TRUNCATE = 1 << 13, 1 << 14  # since ABI versions 2 and 3
 def keep_writes_in(folders: Iterable[str]) -> bool:
     """Forbid this thread, and everything that it starts, to change files outside of these folders.
 
-    Returns
-    -------
-    bool
-        Whether the kernel supports it.
+    Returns whether the kernel supports it.
     """
     if sys.platform != "linux":
         return False

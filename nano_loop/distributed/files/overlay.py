@@ -61,18 +61,10 @@ class Overlay:
         self.end()
 
     def begin(self, rank: int, place: str, temporary: str, since: int, shared: Iterable[str]) -> None:
-        """Make all writes from now on private.
+        """Make all writes from now on private; see the attributes.
 
-        Parameters
-        ----------
-        rank : int
-            See the attributes.
-        place : str
-            An existing folder for the files, without symbolic links in its path.
-        temporary, since : str, int
-            See the attributes.
-        shared : iterable of str
-            Folders whose files all ranks write, such as caches.
+        `place` is an existing folder for the files, without symbolic links in its path. `shared` are further folders
+        whose files all ranks write, such as caches.
         """
         root = f"{place}/files"
         original_os.mkdir(root, 0o700)
@@ -103,21 +95,12 @@ class Overlay:
     def key(self, path: Any, follow: bool = True) -> str:
         """Return the absolute path as the rank sees it, without symbolic links, except a final one unless `follow`.
 
-        Raises
-        ------
-        OSError
-            If the rank sees no folder that could contain it.
+        Raises an OSError if the rank sees no folder that could contain it.
         """
         return self.resolved(path, follow)[0]
 
     def reading(self, path: Any, follow: bool = True) -> Any:
-        """Return the path to read instead of `path`.
-
-        Raises
-        ------
-        FileNotFoundError
-            If the rank has removed the file.
-        """
+        """Return the path to read instead of `path`; raise a FileNotFoundError if the rank has removed the file."""
         if self.is_empty and not self._is_new(lower(path)):
             return path
         place = self.resolved(path, follow)[1]

@@ -40,12 +40,7 @@ _overlay = Overlay()
 def redirect_files(run: Path, rank: int) -> None:
     """Make the writes of this process, a worker that ends with the run, private.
 
-    Parameters
-    ----------
-    run : pathlib.Path
-        The private folder of the run, which contains a link made by `nano_loop.distributed.files.folder.workers_files`.
-    rank : int
-        The rank of this process.
+    The private folder of the run contains a link made by `nano_loop.distributed.files.folder.workers_files`.
     """
     _replace_functions(ExitStack())  # never closed: they last as long as the process
     place = f"{place_of(run)}/{rank}"
@@ -127,15 +122,7 @@ def _replace_functions(undo: ExitStack) -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Processes modules right after they are imported, before the importing code continues.
-
-    Parameters
-    ----------
-    waiting : set of str
-        The names of the modules. They are removed once processed.
-    do : callable
-        Called with a module.
-    """
+    """Calls `do` with each of the `waiting` modules right after its import, before the importing code continues."""
 
     def __init__(self, waiting: set[str], do: Callable[[ModuleType], object]) -> None:
         self._waiting, self._do = waiting, do

@@ -30,12 +30,8 @@ _LITTLE = 1 << 20  # free bytes on a disk that is considered full
 def explaining_files(overlay: Overlay) -> Iterator[None]:
     """Make errors of a rank name the full disk, or the file that compiled code could not open, with advice.
 
-    Raises
-    ------
-    OSError
-        Replaces the error of a full disk, and torch's, which states no reason.
-    NanoError
-        Replaces the error of compiled code.
+    An OSError replaces the error of a full disk, and torch's, which states no reason. A NanoError replaces that of
+    compiled code.
     """
     try:
         yield

@@ -62,14 +62,9 @@ def counterparts(path: str, rank: int) -> Iterator[Counterpart]:
 class Shards:
     """The files of one rank that may be shards, and those that have been moved.
 
-    A rank that picks the first free number of a series writes no shard: it has seen rank 0's files. Nor does a
-    rank that has itself written rank 0's path, as in each epoch. Nor is a folder's number a rank if the rank works in
-    it, or if rank 0 also writes to it: the folder with the other number is another run's, as in a sweep.
-
-    Parameters
-    ----------
-    overlay : Overlay
-        The private files of the rank.
+    A rank that picks the first free number of a series writes no shard: it has seen rank 0's files. Nor does a rank
+    that has itself written rank 0's path, as in each epoch. Nor is a folder's number a rank if the rank works in it, or
+    if rank 0 also writes to it: the folder with the other number is another run's, as in a sweep.
 
     Attributes
     ----------

@@ -54,13 +54,8 @@ def of_process() -> Ranks | None:
 class RunScope:
     """The scope in which a run is the innermost one. Code elsewhere does not belong to it.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The ranks of the run.
-    in_all_threads : bool
-        Whether it includes all threads, and the processes that they fork, outside of their own runs; otherwise only
-        this thread.
+    With `in_all_threads`, it includes all threads, and the processes that they fork, outside of their own runs;
+    otherwise only this thread.
     """
 
     def __init__(self, ranks: Ranks, in_all_threads: bool = False) -> None:
@@ -110,17 +105,8 @@ def of_ranks(size: int) -> str:
 def whole_process(option: str, what: str) -> Iterator[None]:
     """Hold the process group and the CPU binding of all threads for one run; runs of one thread can be nested.
 
-    Parameters
-    ----------
-    option : str
-        The option that requires it, as it was typed, for the error of a rejected run.
-    what : str
-        How the run uses the process, for the error of a run that is rejected because of this one.
-
-    Raises
-    ------
-    NanoError
-        If a run in another thread holds the process.
+    Raises a `NanoError` if a run in another thread holds the process. `option` is the option that requires it, as it
+    was typed, for the error of this run. `what` is how the run uses the process, for the error of another one.
     """
     holder = _Holder(what)
     try:

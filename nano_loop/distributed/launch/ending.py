@@ -28,29 +28,22 @@ def running_together(
 ) -> Iterator[Joined]:
     """Run the body as rank 0 alongside `workers` until all have finished or one has failed, then end them.
 
+    Raises a `NanoWorkerError` if another rank fails. The workers are then killed, as they are if the body raises.
+
     Parameters
     ----------
     workers : Workers
         The other ranks, about to read their payload. Interrupts are handled in the body, and in the waits before and
         after it.
     connect : callable
-        Accepts a function that raises if another rank failed; returns a context in which the ranks are connected.
+        Accepts a function that raises if another rank failed; returns a context in which the ranks are connected, whose
+        value is yielded.
     timeout : float
         Seconds that rank 0 waits for the others before and after its body.
     loop : Loop
         The function that the ranks run.
     forget : callable
         Deletes the payload; called when all have read it.
-
-    Yields
-    ------
-    object
-        The value of the context from `connect`.
-
-    Raises
-    ------
-    NanoWorkerError
-        If another rank fails. The workers are then killed, as they are if the body raises.
     """
     has_joined, interrupts = False, workers.interrupts
 

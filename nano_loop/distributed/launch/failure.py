@@ -174,14 +174,8 @@ def _unpickled(content: bytes) -> BaseException | None:
 def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failure:
     """Return the failure of a rank whose process ended without a report.
 
-    Parameters
-    ----------
-    rank : int
-        The rank.
-    exitcode : int or None
-        Negative for a signal; None if the launcher does not know it.
-    last_words : str
-        The end of its standard error.
+    The `exitcode` is negative for a signal, and None if the launcher does not know it. `last_words` is the end of its
+    standard error.
     """
     advice = "See its previous output" if last_words else "Run the loop with num_processes=1 to find the cause"
     if exitcode is None or exitcode >= 0:

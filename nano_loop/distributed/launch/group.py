@@ -35,15 +35,9 @@ _groups: list[SharedGroups] = process_wide("process groups of runs", [])
 def local_group(ranks: Ranks, backend: str | None) -> Iterator[None]:
     """Connect ranks of one host, which meet in their folder, and enable `torch.distributed` between them.
 
-    No socket is used to meet. Until all have arrived, waits raise an error as soon as `Ranks.check` does, and after the
-    timeout; in any case, nothing is left behind.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        This rank; its channel is set until the context exits.
-    backend : str or None
-        torch.distributed's name of the default process group's backend; None uses shared memory.
+    The ranks have a channel until the context exits. No socket is used to meet. Until all have arrived, waits raise an
+    error as soon as `Ranks.check` does, and after the timeout; in any case, nothing is left behind. `backend` is
+    torch.distributed's name of the default process group's backend; None uses shared memory.
     """
     assert ranks.folder is not None
     with shared_channel(ranks, ranks.folder) as channel, ExitStack() as stack:
@@ -80,19 +74,11 @@ def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
 
 @contextmanager
 def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: str | None = None) -> Iterator[None]:
-    """Create torch's default process group, and destroy it on exit.
+    """Create torch's default process group of the ranks that meet at a store, and destroy it on exit.
 
-    Parameters
-    ----------
-    store : torch.Store
-        The store where the ranks meet.
-    ranks : Ranks
-        This rank, and the timeout of collectives in seconds.
-    backend : str or None
-        torch.distributed's name of the backend; None means gloo.
-    address : str or None
-        An address of this host: gloo uses its network interface, unless the user has chosen one by
-        ``GLOO_SOCKET_IFNAME``. With None, gloo resolves the host's name.
+    Its collectives have the timeout of the ranks. `backend` is torch.distributed's name of the backend; None means
+    gloo. gloo uses the network interface of `address`, an address of this host, unless the user has chosen one by
+    ``GLOO_SOCKET_IFNAME``. With None, it resolves the host's name.
     """
     timeout = timedelta(seconds=ranks.timeout)
     try:
@@ -114,12 +100,7 @@ def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: s
 def gradient_group(ranks: Ranks, *, address: str | None = None) -> Iterator[None]:
     """Create a process group for the gradients of all ranks, in addition to the default one. Collective.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        All ranks. Their context has the group until this context exits.
-    address : str or None
-        See `process_group`.
+    The context of the ranks has the group until this context exits. For `address`, see `process_group`.
     """
     with _through_interface_of(address):
         ranks.context.gradient_group = distributed.new_group(timeout=timedelta(seconds=ranks.timeout))

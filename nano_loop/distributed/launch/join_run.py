@@ -19,12 +19,7 @@ from nano_loop.errors import NanoError, error_message
 def choose(options: Options, *, inside_run: bool) -> Launcher:
     """Return the launcher of a run.
 
-    Parameters
-    ----------
-    options : Options
-        The options of the run.
-    inside_run : bool
-        Whether it starts inside another run of this thread, which already uses the external launcher's processes.
+    A run inside another run of this thread does not use the external launcher's processes, which are in use already.
     """
     # Import launchers of several processes lazily: a run of one process starts 25 ms earlier.
     launch = None if inside_run else found_launch(os.environ)
@@ -46,10 +41,7 @@ def choose(options: Options, *, inside_run: bool) -> Launcher:
 def expected_ranks(options: Options) -> Ranks:
     """Return this process's place in its next run, as far as it is known in advance.
 
-    Raises
-    ------
-    NanoConfigError
-        If ``num_processes`` and the launcher disagree.
+    Raises a `NanoConfigError` if ``num_processes`` and the launcher disagree.
     """
     return choose(options, inside_run=innermost() is not None).expected_ranks()
 
@@ -76,28 +68,12 @@ def joined(
 ) -> Iterator[RankSlot]:
     """Connect the ranks of a run until all of them have finished the task or one has failed.
 
-    Parameters
-    ----------
-    options : Options
-        The options.
-    machine : Machine
-        The part of the machine available to all ranks of this host together.
-    task : Task or None
-        The task of the other ranks; this rank runs it in the body. None if there are no ranks to start.
-    launcher : Launcher, optional
-        By default, the launcher that `choose` returns.
+    Other ranks run the task, which is None if there are none to start; this one runs it in the body. By default, the
+    launcher is the one that `choose` returns. `machine` is the part of the machine available to all ranks of this host
+    together.
 
-    Yields
-    ------
-    RankSlot
-        The slot of this process. If CPUs were assigned to it, all threads of the process are bound to them.
-
-    Raises
-    ------
-    NanoError
-        If an active run prevents it.
-    NanoWorkerError
-        If another rank fails.
+    Yields the slot of this process. If CPUs were assigned to it, all threads of the process are bound to them. Raises a
+    `NanoError` if an active run prevents it, and a `NanoWorkerError` if another rank fails.
     """
     outer = innermost()
     if outer is not None:

@@ -131,12 +131,7 @@ class Launcher(ABC):
 class Alone(Launcher):
     """One rank, this process, which is bound to CPUs only with ``cpu_for_each_process``.
 
-    Parameters
-    ----------
-    options : Options
-        The options of the run.
-    processes : int
-        The number of such runs that share the machine, in processes that were started externally.
+    `processes` is the number of such runs that share the machine, in processes that were started externally.
     """
 
     def __init__(self, options: Options, processes: int = 1) -> None:

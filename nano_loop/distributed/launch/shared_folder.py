@@ -105,14 +105,9 @@ def held(folder: Path) -> Iterator[bool]:
 
 
 def delete_abandoned(parent: Path, prefix: str) -> None:
-    """Delete folders that killed processes of this user have left in a folder.
+    """Delete folders of runs in `parent` that killed processes of this user have left.
 
-    Parameters
-    ----------
-    parent : Path
-        The parent of the private folders of runs.
-    prefix : str
-        The prefix of their names, followed by the id of the process that created them.
+    Their names are the `prefix` followed by the id of the process that created them.
     """
     for folder in parent.glob(f"{prefix}[0-9]*-*"):
         process = folder.name[len(prefix) :].partition("-")[0]

@@ -26,12 +26,7 @@ _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # SIGPIPE could end the caller'
 
 
 class Stream:
-    """One end of a stream socket. Any thread may send; only one thread at a time may receive.
-
-    Parameters
-    ----------
-    connection : socket.socket
-        The blocking socket.
+    """One end of a blocking stream socket. Any thread may send; only one thread at a time may receive.
 
     Attributes
     ----------
@@ -96,12 +91,7 @@ class Stream:
 class Reporter:
     """Sends a worker's reports: "ready" when it has read its payload, and at the end "finished" or "failed".
 
-    Parameters
-    ----------
-    rank : int
-        The worker's rank.
-    send : callable
-        See `Stream.send`.
+    For `send`, see `Stream.send`.
     """
 
     def __init__(self, rank: int, send: Callable[..., object]) -> None:

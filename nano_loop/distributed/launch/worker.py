@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,10 +48,7 @@ class State:
     def of_this_process(cls, usual_threads: int) -> State:
         """Read the settings of this process.
 
-        Parameters
-        ----------
-        usual_threads : int
-            torch's default number of compute threads here: if it is lower, the user has chosen it.
+        If its number of compute threads is lower than torch's default here, `usual_threads`, the user has chosen it.
         """
         states, threads = process_states(), torch.get_num_threads()
         settings: list[Callable[[], object]] = [
@@ -121,16 +118,8 @@ def _set_mkldnn(enabled: bool, matmul_precision: str | None, precisions: dict[st
 class Assignment:
     """The work of a worker, as sent in the payload.
 
-    Parameters
-    ----------
-    task : Task
-        The task of every rank.
-    state : State
-        torch's settings, and the random states.
-    options : Options
-        The options of the run.
-    slots : list of RankSlot
-        The slots of all ranks, by rank; empty if they are only known once the ranks have joined.
+    It has torch's settings and the random states, and the slots of all ranks, by rank; none if they are only known once
+    the ranks have joined.
     """
 
     task: Task
@@ -144,36 +133,19 @@ class Assignment:
         return self.options.processes
 
 
-def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worker_init: object = None) -> int:
-    """Write the data for the workers to new folders in `folder`.
+def write_payload(assignment: Assignment, folder: Path) -> int:
+    """Write the data for the workers to new folders in the run's folder in the shared-memory file system.
 
-    Parameters
-    ----------
-    payload : object
-        Their work, such as an `Assignment`.
-    folder : pathlib.Path
-        The run's folder in the shared-memory file system.
-    names : mapping of str to Any
-        See `Task`.
-    worker_init : callable, optional
-        A function that they call before they read the payload.
-
-    Returns
-    -------
-    int
-        The number of bytes of large storages and arrays that were copied.
-
-    Raises
-    ------
-    NanoWorkerError
-        If an object cannot be pickled, or a worker would import different code.
+    They call `worker_init` before they read the assignment. Returns the number of bytes of large storages and arrays
+    that were copied. Raises a `NanoWorkerError` if an object cannot be pickled, or a worker would import other code.
     """
+    worker_init = assignment.options.worker_init
     try:
         if worker_init is not None:
             (folder / WORKER_INIT).mkdir()
             dump(worker_init, folder / WORKER_INIT, {"worker_init": worker_init})
         (folder / PAYLOAD).mkdir()
-        return dump(payload, folder / PAYLOAD, names)
+        return dump(assignment, folder / PAYLOAD, assignment.task.names)
     except NanoError as error:
         raise NanoWorkerError(str(error), rank=0) from error
 
@@ -184,18 +156,9 @@ Join = Callable[[Assignment, int], AbstractContextManager[RankSlot]]
 def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path) -> None:
     """Run a worker process: read its payload, do the task, and report the outcome.
 
-    Changes to the process (torch's settings, its seeds, its files) are not undone, because it ends with the run.
-
-    Parameters
-    ----------
-    reporter : Reporter
-        The connection to rank 0.
-    folder : pathlib.Path
-        The private folder for files written by this process (`nano_loop.distributed.files.folder`).
-    join : callable
-        Accepts the assignment and this rank, and returns a context in which the ranks are connected.
-    payload : pathlib.Path
-        The folder with the payload.
+    Changes to the process (torch's settings, its seeds, its files) are not undone, because it ends with the run. Files
+    that it writes are in the private `folder` (`nano_loop.distributed.files.folder`). `join` accepts the assignment and
+    this rank, and returns a context in which the ranks are connected.
     """
     note_rank(reporter.rank)
     where = ""

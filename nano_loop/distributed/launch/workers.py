@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -25,11 +25,6 @@ class Worker(ABC):
     """A process that a launcher has started for a rank, as seen by rank 0.
 
     `poll` is called in the watching thread, `kill` and `stack_dump` in any thread, and `close` last.
-
-    Parameters
-    ----------
-    rank : int
-        Its rank.
 
     Attributes
     ----------
@@ -64,28 +59,16 @@ class Worker(ABC):
 
 
 class Workers:
-    """The workers of one run, and the thread that watches them.
+    """The workers of one run, which `end` closes, and the thread that watches them.
 
-    Parameters
-    ----------
-    workers : sequence of Worker
-        The started workers; `end` closes them.
-    interrupts : Interrupts
-        The interrupts of rank 0.
-    latest_news : float
-        Maximum seconds until the loss of a process or its host is detected. Errors that it causes on other ranks wait
-        for this long.
-
-    Raises
-    ------
-    NanoError
-        If the thread cannot be started; the workers are then closed.
+    The loss of a process or its host is detected within `latest_news` seconds. Errors that it causes on other ranks
+    wait for this long. If a worker or the thread cannot be started, the other workers are closed.
     """
 
-    def __init__(self, workers: Sequence[Worker], interrupts: Interrupts, latest_news: float = 0.0) -> None:
+    def __init__(self, workers: Iterable[Worker], interrupts: Interrupts, latest_news: float = 0.0) -> None:
         self.interrupts = interrupts
         self.latest_news = latest_news
-        self._workers = workers
+        self._workers: list[Worker] = []
         self._failures: list[Failure] = []
         self._failed_at: float | None = None
         self._failure: Failure | None = None  # the failure that ends the run
@@ -93,10 +76,12 @@ class Workers:
         self._ending = False
         self._thread: int | None = threading.get_ident()  # rank 0's thread while it is in the loop
         self._watch = threading.Thread(target=self._watch_workers, name="nano_loop watch", daemon=True)
-        with limits_in_words("the processes of a run could not be watched", SHARED_MEMORY), ExitStack() as stack:
+        with ExitStack() as stack:
             for worker in workers:
+                self._workers.append(worker)
                 stack.callback(worker.close)
-            start_thread(self._watch)
+            with limits_in_words("the processes of a run could not be watched", SHARED_MEMORY):
+                start_thread(self._watch)
             stack.pop_all()
 
     @property

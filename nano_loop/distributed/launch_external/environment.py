@@ -19,15 +19,7 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "M
 
 
 class Launch(NamedTuple):
-    """The rank that an external launcher has assigned to this process.
-
-    Attributes
-    ----------
-    launcher : str
-        The launcher's name, for messages.
-    rank, size : int
-        The rank of this process, and the number of processes.
-    """
+    """The rank that an external launcher has assigned to this process. Messages name the launcher."""
 
     launcher: str
     rank: int

@@ -44,13 +44,6 @@ class External(Launcher):
 
     The external launcher ends all of its processes if one of them fails. An existing process group of the user's is
     used and kept.
-
-    Parameters
-    ----------
-    options : Options
-        The options of the run.
-    launch : Launch
-        The rank that the external launcher has assigned to this process.
     """
 
     def __init__(self, options: Options, launch: Launch) -> None:
@@ -193,12 +186,7 @@ _INTERVAL = 0.2  # seconds between checks of the others
 def watching_each_other(ranks: Ranks, processes: Sequence[int]) -> Iterator[None]:
     """Make every wait of a host's ranks detect that another rank's process has ended without leaving the run.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The ranks. Their ``check`` then raises a `NanoWorkerError`.
-    processes : sequence of int
-        Their process ids, by rank.
+    ``ranks.check`` then raises a `NanoWorkerError`. The process ids are by rank.
     """
     launcher_s, looked = ranks.check, time.monotonic()
 

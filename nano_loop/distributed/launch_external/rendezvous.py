@@ -36,10 +36,7 @@ Gather = Callable[[str], list[str]]
 def external_store(launch: Launch, environ: Mapping[str, str], timeout: float) -> Store:
     """Return a store shared by all ranks of a launch, new for each run.
 
-    Raises
-    ------
-    NanoError
-        If the launcher does not specify where the ranks can meet.
+    Raises a `NanoError` if the launcher does not specify where the ranks can meet.
     """
     place = _meeting_place(launch, environ)
     # torchrun's agent runs the server; otherwise rank 0 does.
@@ -87,17 +84,7 @@ class Host(NamedTuple):
 
 
 class Presence(NamedTuple):
-    """A process's description of itself when it joins.
-
-    Attributes
-    ----------
-    host : Host
-        The host of the process.
-    cpus : tuple of int
-        The logical CPUs that it may use.
-    process : int
-        The process id.
-    """
+    """A process's description of itself when it joins: its host, the logical CPUs that it may use, and its id."""
 
     host: Host
     cpus: tuple[int, ...]
@@ -154,16 +141,8 @@ def gather_in_group(ranks: Ranks) -> Gather:
 def common_folder(rank: int, gather: Gather, here: list[int], parent: Path | None = None) -> Iterator[Path]:
     """Yield the private folder that the first rank of this host creates for all, with `BEGAN` in it. Collective.
 
-    Parameters
-    ----------
-    rank : int
-        This rank.
-    gather : callable
-        See `Gather`.
-    here : list of int
-        The ranks of this host.
-    parent : Path or None
-        A private folder of this process in which to create the folder.
+    `here` are the ranks of this host. The folder is created in `parent`, a private folder of this process, if it is
+    given.
     """
     with _made(parent) if rank == here[0] else nullcontext() as made:
         folder = Path(gather(str(made or ""))[here[0]])

@@ -34,12 +34,8 @@ _DESCRIPTORS = 3  # per request for a worker: its stream, standard output, stand
 def serve(control: socket.socket, origin: dict[str, Any]) -> NoReturn:
     """Serve the caller until it has ended, has closed its socket, or has been idle for a while.
 
-    Parameters
-    ----------
-    control : socket.socket
-        A stream socket connected to the caller.
-    origin : dict
-        The settings that `nano_loop.distributed.launch_local.server.Server` passed to this process.
+    `control` is a stream socket connected to the caller. `origin` has the settings that
+    `nano_loop.distributed.launch_local.server.Server` passed to this process.
     """
     preload(origin["modules"], origin["folder"])
     server = ForkServer(Stream(control), _handle_of(origin["caller"]), origin["idle"])
@@ -54,13 +50,8 @@ def serve(control: socket.socket, origin: dict[str, Any]) -> NoReturn:
 def preload(modules: Sequence[str], folder: str | None) -> None:
     """Import modules once for all workers; one that cannot be imported raises in a worker that needs it.
 
-    Parameters
-    ----------
-    modules : sequence of str
-        Their names.
-    folder : str or None
-        The temporary folder during the imports: this process does not delete folders that an import creates, such as
-        that of torch._dynamo in torch 2.8. None for the system's.
+    The temporary folder during the imports is `folder`, or the system's: this process does not delete folders that an
+    import creates, such as that of torch._dynamo in torch 2.8.
     """
     before, tempfile.tempdir = tempfile.tempdir, folder
     for name in modules:
@@ -82,14 +73,8 @@ class ForkedProcess(NamedTuple):
 class ForkServer:
     """The server; see the module's docstring.
 
-    Parameters
-    ----------
-    control : Stream
-        The stream to the caller.
-    caller : int or None
-        A descriptor that is readable when the caller has ended; None if the system does not support this.
-    idle : float
-        Seconds without a run after which the process ends.
+    `caller` is a descriptor that is readable when the caller has ended, or None if the system does not support this.
+    The process ends after `idle` seconds without a run.
     """
 
     def __init__(self, control: Stream, caller: int | None, idle: float) -> None:

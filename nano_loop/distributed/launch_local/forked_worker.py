@@ -25,14 +25,8 @@ from nano_loop.integrations.rank_zero import note_rank
 def work_for(start: dict[str, Any], stream: Stream, output: int, errors: int) -> None:
     """Run a rank in this process, then end the process.
 
-    Parameters
-    ----------
-    start : dict
-        The result of `nano_loop.distributed.launch_local.start.start_of`.
-    stream : Stream
-        The stream to rank 0.
-    output, errors : int
-        The descriptors of standard output and standard error.
+    `start` is the result of `nano_loop.distributed.launch_local.start.start_of`. The stream leads to rank 0. `output`
+    and `errors` are the descriptors of standard output and standard error.
     """
     _take_streams(output, errors)
     _take_over(start)

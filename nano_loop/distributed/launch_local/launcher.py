@@ -21,7 +21,7 @@ from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.worker import PAYLOAD, WORKER_INIT, Assignment, State, write_payload
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_local.output import standard_streams_open
-from nano_loop.distributed.launch_local.process import WitnessProcess, forked
+from nano_loop.distributed.launch_local.process import WitnessProcess, WorkerProcess
 from nano_loop.distributed.launch_local.server import Server, keep, server_for, start_early
 
 
@@ -52,9 +52,10 @@ class Local(Launcher):
                     state = State.of_this_process(machine.num_threads)
                     # Concurrently with the other process's import of torch.
                     assignment = Assignment(task, state, options, slots)
-                    slots[0].copied = write_payload(assignment, folder, task.names, options.worker_init)
+                    slots[0].copied = write_payload(assignment, folder)
                 stack.enter_context(bound(shares[0].cpus))
-                workers = Workers(forked(server, slots[1:], verbose=options.verbose == "all"), interrupts)
+                started = (WorkerProcess(server, slot, options.verbose == "all") for slot in slots[1:])
+                workers = Workers(started, interrupts)
                 witness = WitnessProcess(server, slots[0]) if options.split_batches else None
                 if witness is not None:
                     stack.callback(witness.close)

@@ -15,16 +15,9 @@ _STANDARD = 3  # lower descriptors are the standard streams, which C libraries w
 
 
 class Output:
-    """One stream of another process.
+    """One stream of another process, whose lines are shown on `stream` with a prefix, or discarded if that is None.
 
-    Parameters
-    ----------
-    descriptor : int
-        The non-blocking pipe; its owner closes it.
-    stream : file or None
-        The stream to show it on; None to discard it.
-    prefix : str
-        The prefix of each line.
+    The owner of the descriptor, a non-blocking pipe, closes it.
     """
 
     def __init__(self, descriptor: int, stream: Any, prefix: str) -> None:

@@ -31,14 +31,7 @@ _ENDING = 3.0  # seconds for a killed process to end before its fork server is e
 class WorkerProcess(Worker):
     """A `Worker` that is a process on this host.
 
-    Parameters
-    ----------
-    server : Server
-        The server that forks it.
-    slot : RankSlot
-        The slot of its rank.
-    verbose : bool or None
-        Whether its standard output is shown; None hides standard error as well.
+    `verbose` is whether its standard output is shown; None hides standard error as well.
     """
 
     def __init__(self, server: Server, slot: RankSlot, verbose: bool | None = False) -> None:
@@ -151,34 +144,14 @@ class WorkerProcess(Worker):
         return died(self.rank, exitcode, words)
 
 
-def forked(server: Server, slots: Sequence[RankSlot], verbose: bool = False) -> list[WorkerProcess]:
-    """Return a new worker for each slot; if one cannot be started, end the others."""
-    workers: list[WorkerProcess] = []
-    with contextlib.ExitStack() as stack:
-        for slot in slots:
-            workers.append(WorkerProcess(server, slot, verbose))
-            stack.callback(workers[-1].close)
-        stack.pop_all()
-    return workers
-
-
 _PATIENCE = 20.0  # seconds that rank 0 waits for it, plus N times its own running time
 
 
 class WitnessProcess(WorkerProcess):
     """Rank 0's handle of the witness of a run that splits batches: a process that computes whole batches.
 
-    It is not watched: whatever happens to it, the run continues.
-
-    Its number is one higher than the last rank, which gives its files a place. It may use the CPUs of all ranks, which
-    wait for it.
-
-    Parameters
-    ----------
-    server : Server
-        The server that forks it.
-    first : RankSlot
-        The slot of rank 0.
+    It is not watched: whatever happens to it, the run continues. Its number is one higher than the last rank, which
+    gives its files a place. It may use the CPUs of all ranks, which wait for it.
 
     Attributes
     ----------

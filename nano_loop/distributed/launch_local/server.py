@@ -64,20 +64,8 @@ serve(control, origin)
 class Server:
     """Handle of a process running `nano_loop.distributed.launch_local.fork_server`.
 
-    Only one thread at a time reads its replies; requests may come from any thread.
-
-    Parameters
-    ----------
-    origin : dict
-        The result of `nano_loop.distributed.launch_local.start.origin_of`.
-    cpus : list of int
-        The CPUs for its imports; empty for no binding.
-    folder : str or None
-        The temporary folder during its imports; None for the system's.
-    idle : float
-        Seconds without a run after which the process ends.
-    modules : iterable of str
-        The modules that it imports in addition to torch.
+    Only one thread at a time reads its replies; requests may come from any thread. The process imports `modules` in
+    addition to torch, on `cpus` if there are any, with `folder` or the system's for temporary files.
 
     Attributes
     ----------
@@ -85,14 +73,12 @@ class Server:
         Whether it has finished its imports, and whether it has ended.
     """
 
-    def __init__(
-        self, origin: dict[str, Any], cpus: list[int], folder: str | None, idle: float, modules: Iterable[str]
-    ) -> None:
+    def __init__(self, origin: dict[str, Any], cpus: list[int], folder: str | None, modules: Iterable[str]) -> None:
         self.origin = origin
         self.ready = self.gone = self._answered = False
         self.pid: int | None = None  # known once it has started
         self._reading = threading.RLock()
-        setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": idle}
+        setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": IDLE}
         with contextlib.ExitStack() as stack:
             ours, other = socket.socketpair()
             self._control = Stream(ours)
@@ -244,13 +230,7 @@ _kept: list[Server] = []  # at most one
 
 
 def server_for(slot: RankSlot) -> Server:
-    """Return the server for the worker of a slot, and others like it: the kept one if it fits, or a new one.
-
-    Parameters
-    ----------
-    slot : RankSlot
-        The slot of one of the workers.
-    """
+    """Return the server for the worker of a slot, and others like it: the kept one if it fits, or a new one."""
     folder = slot.ranks.folder
     assert folder is not None
     origin = origin_of(slot)
@@ -264,7 +244,7 @@ def server_for(slot: RankSlot) -> Server:
         message = error_message(f"{reason}: sys.executable is {sys.executable!r}", _IS_PYTHON, _HAS_NANO_LOOP)
         raise NanoWorkerError(message, rank=slot.ranks.rank)
     try:
-        return Server(origin, cpus_of(slot), str(folder), IDLE, _imported())
+        return Server(origin, cpus_of(slot), str(folder), _imported())
     except OSError as error:
         if limit_in_words(error, folder):
             raise
@@ -288,15 +268,11 @@ def start_early(slot: RankSlot) -> None:
 
     It imports torch while the caller creates its model and reads its data. Errors are left for the run to report.
     """
-    if _kept or not sys.executable or _torch_makes_a_folder():
+    # Importing torch 2.8 creates a temporary folder, which should be in the folder of a run.
+    if _kept or not sys.executable or is_older_than(2, 9):
         return
     with contextlib.suppress(OSError), standard_streams_open():
-        _keep(Server(origin_of(slot), cpus_of(slot), None, IDLE, [*_imported(), COMPILER_PACKAGE]))
-
-
-def _torch_makes_a_folder() -> bool:
-    """Whether importing torch creates a temporary folder, as in 2.8. It should be in the folder of a run."""
-    return is_older_than(2, 9)
+        _keep(Server(origin_of(slot), cpus_of(slot), None, [*_imported(), COMPILER_PACKAGE]))
 
 
 def keep(server: Server) -> None:

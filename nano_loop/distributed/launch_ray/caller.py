@@ -20,14 +20,9 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # set by users to choose the 
 
 
 def for_actors(cpus: int, *, folder_is_shipped: bool) -> dict[str, Any]:
-    """Return the settings that actors apply before they import torch.
+    """Return the settings that actors with this number of CPUs apply before they import torch.
 
-    Parameters
-    ----------
-    cpus : int
-        The number of CPUs per actor.
-    folder_is_shipped : bool
-        Whether they run in a copy of the working folder.
+    `folder_is_shipped` is whether they run in a copy of the working folder.
     """
     users = _from_environment(*_THREADS)
     return {

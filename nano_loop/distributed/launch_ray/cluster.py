@@ -116,12 +116,7 @@ def working_folder_is_shipped() -> bool:
 class Placement:
     """Reserved CPUs for `count` ranks, the same number for each, with the first rank on the caller's node.
 
-    Parameters
-    ----------
-    on_cluster : sequence of Node
-        The nodes, the caller's first.
-    count, cpus : int
-        The number of ranks, and of CPUs for each.
+    The caller's node is the first of those on the cluster.
 
     Attributes
     ----------
@@ -171,19 +166,8 @@ class Placement:
 def reserved(options: Options, check: Callable[[], None]) -> Iterator[Placement]:
     """Reserve CPUs for all ranks, and release them on exit.
 
-    Parameters
-    ----------
-    options : Options
-        The options of the run.
-    check : callable
-        Raises if the user has interrupted the run.
-
-    Raises
-    ------
-    NanoConfigError
-        If the cluster has too few CPUs.
-    NanoError
-        If they are in use for longer than the timeout.
+    `check` raises if the user has interrupted the run. Raises a `NanoConfigError` if the cluster has too few CPUs, and
+    a `NanoError` if they are in use for longer than the timeout.
     """
     count, on_cluster = options.processes, nodes()
     chosen = options.cpu_for_each_process

@@ -55,7 +55,7 @@ class RayLauncher(Launcher):
                 stack.enter_context(deleted_with_this_process(folder))
                 with interrupts.heard():
                     assignment = Assignment(task, State.of_this_process(machine.num_threads), _placed(options))
-                    copied = write_payload(assignment, folder, task.names, options.worker_init)
+                    copied = write_payload(assignment, folder)
             with interrupts.heard():
                 stack.enter_context(cluster.connected())
             reserved = stack.enter_context(cluster.reserved(options, interrupts.hear))

@@ -53,12 +53,7 @@ exec 3<&0
 def threads_for(machine: Machine, share: tuple[int, int] | None) -> int | None:
     """Return the compute threads of a rank; None if the ranks of a node divide the node.
 
-    Parameters
-    ----------
-    machine : Machine
-        The part of the machine available to the process.
-    share : (int, int) or None
-        The CPUs of the rank and those of its node, as counted by Ray, which may be hardware threads.
+    `share` has the CPUs of the rank and those of its node, as counted by Ray, which may be hardware threads.
     """
     if share is None:
         return None

@@ -110,12 +110,7 @@ _PROTOCOL = 5
 class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles with cloudpickle, preserving state that standard pickling loses, with storages and arrays as buffers.
 
-    Parameters
-    ----------
-    file : object with a ``write`` method
-        The destination of the pickle.
-    take : callable
-        Receives each buffer as a `pickle.PickleBuffer`; returning true keeps it in the pickle.
+    `take` receives each buffer as a `pickle.PickleBuffer`; returning true keeps it in the pickle.
     """
 
     def __init__(self, file: Any, take: Callable[[PickleBuffer], bool]) -> None:

@@ -49,11 +49,6 @@ _IS_OWN = "is the worker's own"
 class ModuleState:
     """The data of modules, to be reproduced in a worker.
 
-    Parameters
-    ----------
-    reached : ReachedModules
-        The modules.
-
     Attributes
     ----------
     places : list of Place

@@ -81,16 +81,11 @@ def _write(call: Any, state: ModuleState, folder: Path) -> int:
 
 
 def load(folder: Path) -> Any:
-    """Read the files written by `dump`, after updating differing data in this process's modules.
+    """Read the files that `dump` has written to a folder, after updating differing data in this process's modules.
 
     Large arrays and tensors share their memory copy-on-write with all other processes that have loaded them.
     Parameters, module buffers and optimizer state are read into ordinary memory. Afterwards, the folder is not needed,
     and no file stays open.
-
-    Parameters
-    ----------
-    folder : Path
-        The folder passed to `dump`.
     """
     with (folder / "payload").open("rb") as file:
         places = pickle.load(file)
@@ -139,17 +134,10 @@ _OF_CALLABLES = ("__self__", "__defaults__", "__kwdefaults__", "func", "args", "
 
 
 def find_unpicklable(named: Mapping[str, Any]) -> str | None:
-    """Return a sentence about the first of the `named` objects that cannot be pickled.
+    """Return a sentence about the first of the `named` objects that cannot be pickled, or None.
 
-    Parameters
-    ----------
-    named : mapping of str to Any
-        The objects to check, in this order; each name becomes the start of the sentence.
-
-    Returns
-    -------
-    str or None
-        For example "argument `callback`, its closure variable `lock`, is a _thread.lock and cannot be pickled (...)".
+    It begins with the name, for example "argument `callback`, its closure variable `lock`, is a _thread.lock and cannot
+    be pickled (...)".
     """
     for name, value in named.items():
         error = _failure(value)

@@ -39,14 +39,9 @@ Contents = tuple[Mapping[str, Any], Any]
 
 
 class LeftOut(NamedTuple):
-    """A placeholder for a value that is not sent: a worker keeps its own.
+    """A placeholder for a value that is not sent, with the reason in words: a worker keeps its own.
 
-    Attributes
-    ----------
-    words : str
-        Which value it is, and the reason.
-    is_required : bool
-        Whether it is an error if a worker has no value there.
+    `is_required` is whether it is an error if a worker has no value there.
     """
 
     words: str
@@ -109,19 +104,10 @@ def _base_of(kind: type) -> Any:
 
 
 def take_state(places: Sequence[Place], read: Callable[[list[Any]], Sequence[Contents]]) -> None:
-    """Set the objects at these places to the caller's contents, in place.
+    """Set the objects at the places that the caller has sent to its contents, in place.
 
-    Parameters
-    ----------
-    places : sequence of Place
-        The places that the caller has sent.
-    read : callable
-        Accepts the objects that the unpickler must know in advance, and returns the contents of the places.
-
-    Raises
-    ------
-    NanoError
-        If code that could not be sent is missing in this process.
+    `read` accepts the objects that the unpickler must know in advance, and returns the contents of the places. Raises a
+    `NanoError` if code that could not be sent is missing in this process.
     """
     objects: list[Any] = []
     parts: dict[int, Mapping[Any, Any]] = {}
@@ -171,10 +157,7 @@ def new_of(kind: Any) -> Any:
 def set_contents(value: Any, contents: Contents) -> None:
     """Set the contents of an object to those of another one, in place.
 
-    Raises
-    ------
-    NanoError
-        If code that could not be sent does not exist here.
+    Raises a `NanoError` if code that could not be sent does not exist here.
     """
     (sent, items), kind = contents, type(value)
     if kind is FunctionType:

@@ -42,12 +42,7 @@ _LIBRARIES = ("site-packages", "dist-packages")
 
 
 class ReachedModules:
-    """The modules that objects reach; see the module's docstring.
-
-    Parameters
-    ----------
-    roots : iterable
-        The objects sent to a worker.
+    """The modules that objects sent to a worker reach; see the module's docstring.
 
     Attributes
     ----------
@@ -65,15 +60,10 @@ class ReachedModules:
             pass
 
     def refuse_edited(self) -> None:
-        """Raise if the file of a function's module was edited after its import: a worker would use the new code.
+        """Raise a NanoError if a function's module was edited after its import: a worker would use the new code.
 
         Python does not keep the source, so the code in memory is compared with the compiled file. This is only done for
         files that are newer than this process.
-
-        Raises
-        ------
-        NanoError
-            Names the file.
         """
         codes: dict[str, set[CodeType]] = defaultdict(set)
         for module, function in self._functions:

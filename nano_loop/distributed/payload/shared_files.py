@@ -106,20 +106,10 @@ LARGE = 2**20
 
 
 class SharedFiles:
-    """Writes a payload, and its large buffers to separate files.
+    """Writes a payload, and its large buffers to separate files, in an existing, empty folder.
 
     Everything is written with `write(2)`, which returns an error if the folder is full; writing to a mapping would end
-    the process by SIGBUS.
-
-    Parameters
-    ----------
-    folder : Path
-        An existing, empty folder.
-
-    Raises
-    ------
-    NanoError
-        Also raised by `write` and `take`, if the folder is full or cannot be written.
+    the process by SIGBUS. The constructor, `write` and `take` raise a `NanoError` in this case.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -173,13 +163,10 @@ class SharedFiles:
 
 
 def mapped_buffers(folder: Path) -> Iterator[Any]:
-    """Map the files of the large buffers, in the order in which they were written.
+    """Map the files of the large buffers, in the order in which they were written, as writable uint8 arrays.
 
-    Yields
-    ------
-    numpy.ndarray
-        uint8, writable. Pages are copy-on-write: shared with all processes that map the file until written to. No file
-        descriptor stays open (`mmap.mmap` would keep one), and the file may be unlinked.
+    Pages are copy-on-write: shared with all processes that map the file until written to. No file descriptor stays open
+    (`mmap.mmap` would keep one), and the file may be unlinked.
     """
     for number in itertools.count():
         path = folder / str(number)

@@ -21,15 +21,10 @@ _HINT = "Let collate_fn return such columns of equal length in tuples or dicts, 
 
 
 class BatchParts:
-    """Splits the batches of one loader.
+    """Splits the batches of one loader between `size` ranks.
 
     A list that the loader returns contains columns, if they fit. A nested list may also contain samples: if the batch
     has as many samples as columns, which makes this ambiguous, it is read as in previous batches.
-
-    Parameters
-    ----------
-    rank, size : int
-        This rank, and the number of ranks.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -37,19 +32,10 @@ class BatchParts:
         self._holds_samples = {"": False}  # by the path of a list in the batch
 
     def part(self, batch: Any, total: int | None) -> tuple[Share, Any]:
-        """Return this rank's share of a batch, and its samples.
+        """Return this rank's share of a batch, which is the same on every rank, and its samples.
 
-        Parameters
-        ----------
-        batch : object
-            The batch, the same on every rank.
-        total : int or None
-            The number of samples. None: the length of the first column.
-
-        Raises
-        ------
-        NanoError
-            If it cannot be split.
+        The batch has `total` samples; with None, the length of the first column. Raises a `NanoError` if it cannot be
+        split.
         """
         total = _length(batch) if total is None else total
         if total is None:

@@ -30,16 +30,9 @@ _WAYS = (
 
 
 class Source(NamedTuple):
-    """The source of the items of an iteration.
+    """The source of the items of an iteration: their number on this rank, if known, and the loader's data set.
 
-    Parameters
-    ----------
-    dataset : object
-        The loader's data set.
-    batched : bool
-        Whether an item is a batch of indices or samples.
-    length : int or None
-        The number of items on this rank, if known.
+    `batched` is whether an item is a batch of indices or samples.
     """
 
     dataset: Any
@@ -60,18 +53,12 @@ class Source(NamedTuple):
 class OwnShares:
     """Compares the ranks' data of one loader at the start of each iteration.
 
-    The program may have divided the data, as by ``Subset(data, range(rank, len(data), size))``, by a sampler
-    that uses its rank, or by an `IterableDataset` that skips the data of others. Dividing it again would lose data.
+    The program may have divided the data, as by ``Subset(data, range(rank, len(data), size))``, by a sampler that uses
+    its rank, or by an `IterableDataset` that skips the data of others. Dividing it again would lose data.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The ranks that compare.
-    known : WeakIdKeyDictionary
-        The objects that were equal on all ranks, for all loaders of this run. They may have cached different data since
-        then, which does not matter.
-    loader : int
-        The number of the loader among those that were set up, starting at 1; 0 for others.
+    Objects that were equal on all ranks are `known` for all loaders of this run. They may have cached different data
+    since then, which does not matter. `loader` is the number of the loader among those that were set up, starting at 1;
+    0 for others.
 
     Attributes
     ----------
@@ -93,19 +80,8 @@ class OwnShares:
     def compare(self, ahead: Sequence[Any], source: Source) -> list[list[int]]:
         """Find out whether the ranks have different data. Collective.
 
-        Returns digests of the first samples of each rank, to recognize them on other ranks.
-
-        Parameters
-        ----------
-        ahead : sequence
-            The first items of this rank.
-        source : Source
-            The source of the items.
-
-        Raises
-        ------
-        NanoError
-            If they are from different loaders.
+        Returns digests of the first samples of each rank, to recognize them on other ranks. `ahead` are the first items
+        of this rank. Raises a `NanoError` if the items are from different loaders.
         """
         is_new = self._dataset is None
         if self._dataset is None:
@@ -134,14 +110,7 @@ class OwnShares:
     def take_all(self, items: Iterator[Any], source: Source, first: list[list[int]]) -> Iterator[Any]:
         """Yield all items of this rank, repeating its first items if other ranks have more.
 
-        Parameters
-        ----------
-        items : iterator
-            All items of this rank.
-        source : Source
-            The source of the items.
-        first : list of list of int
-            The result of `compare`.
+        `first` is the result of `compare`.
         """
         shares = self._ranks.context.sharding.own_shares
         shares.setdefault(source.name, False)

@@ -145,15 +145,10 @@ class BatchSharding(LoaderChange):
     def divide(self, take: Callable[[int], list[Any]], source: Source) -> Iterator[Any]:
         """Yield every N-th item for N ranks, starting with this rank's number, equally many on every rank.
 
-        The last group is filled up with the first items. A group is read completely before its item is yielded, so
-        changes that the loop makes to a sampler in between apply to the same items on every rank.
-
-        Parameters
-        ----------
-        take : callable
-            Accepts a number and returns that many of the next items, or fewer at the end.
-        source : Source
-            The source of the items. If the program has divided them, all items of this rank are yielded.
+        `take` accepts a number and returns that many of the next items, or fewer at the end. The last group is filled
+        up with the first items. A group is read completely before its item is yielded, so changes that the loop makes
+        to a sampler in between apply to the same items on every rank. If the program has divided the source, all items
+        of this rank are yielded.
         """
         rank, size = self.ranks.rank, self.ranks.size
         group = take(size)
@@ -272,11 +267,6 @@ def whole_evaluations_not_joined(ranks: Ranks) -> Iterator[None]:
 
     torchmetrics combines the states of all ranks if there is a process group, so each rank's samples would be counted.
     Metrics of divided batches are combined.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        The ranks of the run.
     """
     metric = getattr(sys.modules.get("torchmetrics"), "Metric", None)
     if metric is None:

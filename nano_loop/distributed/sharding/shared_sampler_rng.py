@@ -23,12 +23,7 @@ Value = TypeVar("Value")
 class AgreedState:
     """A snapshot of rank 0's random states of `torch`, `random` and `numpy.random`, which advances separately.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The ranks that share it.
-    generators : list
-        Generator objects to set to rank 0's state as well: of torch, of numpy, or of `random`.
+    It also has the states of generator objects, of torch, of numpy, or of `random`.
     """
 
     def __init__(self, ranks: Ranks, generators: list[Any]) -> None:
@@ -61,16 +56,9 @@ class AgreedState:
 
 
 class AgreedItems:
-    """The items that a sampler yields, the same on every rank.
+    """The items that a sampler or a batch sampler yields, the same on every rank.
 
-    Parameters
-    ----------
-    sampler : iterable
-        A sampler or a batch sampler.
-    ranks : Ranks
-        The ranks that draw.
-    generators : list
-        Generator objects to synchronize.
+    The generator objects are synchronized.
     """
 
     def __init__(self, sampler: Any, ranks: Ranks, generators: list[Any]) -> None:

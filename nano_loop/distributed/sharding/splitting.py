@@ -81,10 +81,7 @@ class BatchSplitting(BatchSharding):
     def divide(self, take: Callable[[int], list[Any]], source: Source) -> Iterator[Any]:
         """Yield every item, in the order of rank 0; see `BatchSharding.divide`.
 
-        Raises
-        ------
-        NanoError
-            If the program has divided the data by rank.
+        Raises a `NanoError` if the program has divided the data by rank.
         """
         items = take(1)
         self.own_shares.compare(items, source)

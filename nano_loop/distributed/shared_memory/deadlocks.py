@@ -39,17 +39,10 @@ class Note(NamedTuple):
 
 
 class Waits:
-    """The waits of all ranks on a host, as seen by one of them.
+    """The waits of all ranks on a host, as seen by one of them, in their private folder in shared memory.
 
     Only waits in the loop's thread are recorded. If a rank waits in two threads, one of them may let another rank
     continue, so none of its waits is recorded from then on.
-
-    Parameters
-    ----------
-    rank : int
-        The rank of this process.
-    folder : pathlib.Path
-        The ranks' private folder in shared memory.
     """
 
     def __init__(self, rank: int, folder: Path) -> None:
@@ -105,18 +98,9 @@ class Waits:
 
 
 class Wait:
-    """A wait of this rank for another rank.
+    """A wait of this rank for another rank in the collective `what`.
 
-    Parameters
-    ----------
-    waits : Waits
-        The waits of this rank.
-    serial : int
-        A number unique among this rank's waits.
-    other : int
-        The rank it waits for.
-    what : str
-        The collective that it is in.
+    The `serial` is unique among this rank's waits.
     """
 
     def __init__(self, waits: Waits, serial: int, other: int, what: str) -> None:

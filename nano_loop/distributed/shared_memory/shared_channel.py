@@ -30,23 +30,11 @@ _LENGTHS, _MARKS, _FILES = 1, 3, 5  # the words after it, two each
 
 
 class SharedChannel:
-    """A channel through a file that all ranks map. See `Channel`.
+    """A channel of two or more ranks of one host, through a file in their private folder that all map. See `Channel`.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        Two or more ranks, all on this host. Collective.
-    folder : pathlib.Path
-        The ranks' private folder, in which the file is created.
-    name : str
-        A name for the channel, unique in the folder.
-    piece : int
-        The number of bytes per piece, a multiple of 128.
-
-    Raises
-    ------
-    NanoError
-        If there is no space in the folder, or another rank is too late. `Ranks.check` may raise other errors.
+    The constructor is collective. It raises a `NanoError` if there is no space in the folder, or another rank is too
+    late; `Ranks.check` may raise other errors. The `name` is unique in the folder. A `piece` is a multiple of 128
+    bytes.
     """
 
     def __init__(self, ranks: Ranks, folder: Path, name: str = "channel", *, piece: int = _PIECE) -> None:

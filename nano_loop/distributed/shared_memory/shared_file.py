@@ -23,10 +23,7 @@ _SAFELY = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 def make(path: str, size: int) -> None:
     """Create a file of `size` zeros, which is complete when others see it, unless `path` already exists.
 
-    Raises
-    ------
-    OSError
-        If there is no space. Nothing is left behind.
+    Raises an OSError if there is no space. Nothing is left behind.
     """
     if os.path.lexists(path):
         return
@@ -47,12 +44,8 @@ def make(path: str, size: int) -> None:
 def map_whole(path: str, size: int) -> mmap.mmap:
     """Map `size` bytes of a file, which must belong to this user only.
 
-    Raises
-    ------
-    OSError
-        If it cannot be opened, or is shorter.
-    NanoError
-        If it is not a regular file, belongs to another user, or can be opened by other users.
+    Raises an OSError if it cannot be opened, or is shorter, and a `NanoError` if it is not a regular file, belongs to
+    another user, or can be opened by other users.
     """
     descriptor = open_file(path, flags=os.O_RDWR, private=True)
     try:
@@ -66,10 +59,7 @@ def map_whole(path: str, size: int) -> mmap.mmap:
 def map_by_name(path: Path, size: int) -> mmap.mmap:
     """Map `size` bytes of a file that the first rank creates at `path`, without communication.
 
-    Raises
-    ------
-    NanoError
-        If this rank cannot create or map the file, as when the file system is full.
+    Raises a `NanoError` if this rank cannot create or map the file, as when the file system is full.
     """
     try:
         make(str(path), size)
@@ -82,23 +72,10 @@ def map_by_name(path: Path, size: int) -> mmap.mmap:
 
 
 def map_together(ranks: Ranks, path: Path, size: int) -> mmap.mmap:
-    """Map `size` bytes of a file on every rank. Collective.
+    """Map `size` bytes of a file on every rank of one host. Collective.
 
-    Rank 0 alone creates it, so that no more memory is taken, and deletes it as soon as all ranks have mapped it.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        All ranks of one host.
-    path : pathlib.Path
-        The path of the file.
-    size : int
-        The number of bytes.
-
-    Raises
-    ------
-    NanoError
-        If this rank cannot create or map it, or if another rank has failed.
+    Rank 0 alone creates it, so that no more memory is taken, and deletes it as soon as all ranks have mapped it. Raises
+    a `NanoError` if this rank cannot create or map it, or if another rank has failed.
     """
     try:
         created = map_by_name(path, size) if ranks.rank == 0 else None

@@ -33,13 +33,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Done(distributed.Work):
-    """A finished collective.
-
-    Parameters
-    ----------
-    result : list of torch.Tensor
-        The result of its future.
-    """
+    """A finished collective, with the result of its future."""
 
     def __init__(self, result: list[Any]) -> None:
         super().__init__()
@@ -64,16 +58,9 @@ _ProcessGroup: Any = distributed.ProcessGroup
 
 
 class SharedGroup(_ProcessGroup):  # type: ignore[misc]
-    """A torch process group between ranks of one host.
+    """A torch process group between ranks of one host, under torch's name for it.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The ranks of the group.
-    channel : callable
-        Returns their channel; called at first use.
-    name : str
-        The name that torch gives it.
+    `channel` returns the ranks' channel, and is called at first use.
     """
 
     def __init__(self, ranks: Ranks, channel: Callable[[], SharedChannel], name: str) -> None:
@@ -306,17 +293,7 @@ def _reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class SharedGroups:
-    """The process groups of one run.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        All ranks of the run.
-    folder : pathlib.Path
-        The ranks' private folder.
-    channel : SharedChannel
-        The ranks' channel, which the default process group uses.
-    """
+    """The process groups of one run. The default one uses the ranks' channel, the others have files in their folder."""
 
     def __init__(self, ranks: Ranks, folder: Path, channel: SharedChannel) -> None:
         self._ranks, self._folder, self._channel = ranks, folder, channel

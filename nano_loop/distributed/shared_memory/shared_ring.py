@@ -46,21 +46,11 @@ _SHORT = 1 << 19  # bytes of the other ranks' lists that a rank reads itself
 
 
 class SharedMemoryTransport:
-    """Averages through a ring of slots in a file that all ranks map.
+    """Averages through a ring of slots in a file that two or more ranks of one host map.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        Two or more ranks, all on this host. Collective.
-    mapped : callable
-        See `SharedSegment`, for example `map_together` with a folder on an in-memory file system.
-    chunk : int
-        Bytes that are averaged at a time, a multiple of 128.
-
-    Raises
-    ------
-    NanoError
-        Raised by `mapped` if there is no space.
+    The constructor is collective. For `mapped`, see `SharedSegment`; `map_together` with a folder on an in-memory file
+    system is an example. It raises a `NanoError` if there is no space. `chunk` bytes are averaged at a time, a multiple
+    of 128.
     """
 
     def __init__(self, ranks: Ranks, mapped: Callable[[int], mmap.mmap], *, chunk: int = _CHUNK) -> None:
@@ -76,20 +66,12 @@ class SharedMemoryTransport:
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite each tensor in place by its mean over all ranks, bitwise identical on every rank.
+        """Overwrite each tensor in place by its mean over all ranks, bitwise identical on every rank. Collective.
 
-        The order of operations is the same on all ranks, and none waits for a later one. Collective.
-
-        Parameters
-        ----------
-        tensors : sequence of torch.Tensor
-            Contiguous CPU tensors of float32, float64, bfloat16 or float16. Shapes, dtypes and order must match on
-            every rank.
-
-        Raises
-        ------
-        NanoError
-            If a rank that this one waits for has failed or is too late, and after an interrupted averaging.
+        The tensors are contiguous, on the CPU, and of float32, float64, bfloat16 or float16. Shapes, dtypes and order
+        must match on every rank. The order of operations is the same on all ranks, and none waits for a later one.
+        Raises a `NanoError` if a rank that this one waits for has failed or is too late, and after an interrupted
+        averaging.
         """
         plan = self._plan(signature(tensors))
         self._segment.begin()
@@ -144,7 +126,8 @@ class SharedMemoryTransport:
         (batch,) = batches
         rows = [[*self._memory[turn, :-1, : batch.nbytes].view(batch.dtype)] for turn in range(2)]
         mean = torch.empty_like(rows[0][0])
-        return _Short([batch.places(row[self._rank]) for row in rows], rows, mean, batch.places(mean))
+        inputs = [Places(batch.pieces, row[self._rank]) for row in rows]
+        return _Short(inputs, rows, mean, Places(batch.pieces, mean))
 
     def _post(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor]) -> None:
         self._segment.wait(self._reduced, self._base + number + 1 - _SLOTS)
@@ -177,16 +160,7 @@ class SharedMemoryTransport:
 class LocalShard:
     """Sums one slice of a batch over the ranks in one pass.
 
-    Parameters
-    ----------
-    batch : Batch
-        The batch.
-    start, stop : int
-        The range of elements to sum.
-    rank : int
-        The rank of this process.
-    rows : torch.Tensor
-        Shared memory of the batch's dtype and length: one row of elements per rank, and one for the means.
+    `rows` is shared memory of the batch's dtype and length: one row of elements per rank, and one for the means.
     """
 
     def __init__(self, batch: Batch, start: int, stop: int, rank: int, rows: torch.Tensor) -> None:

@@ -22,20 +22,11 @@ _give_way = getattr(os, "sched_yield", lambda: None)  # not available on every U
 
 
 class SharedSegment:
-    """Memory shared by all ranks: 64-bit counters, each on its own cache line, followed by bytes.
+    """Memory shared by all ranks: 64-bit counters, each on its own cache line, followed by `nbytes` bytes.
 
-    Each counter is written by one rank and only increases.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        The ranks that share the memory.
-    counters : int
-        The number of counters per rank. The remaining words of a counter's line are for accompanying data.
-    nbytes : int
-        The number of bytes.
-    mapped : callable
-        Accepts the total size, and returns memory of this size that all ranks map.
+    Each counter is written by one rank and only increases. There are `counters` of them per rank. The remaining words
+    of a counter's line are for accompanying data. `mapped` accepts the total size, and returns memory of this size that
+    all ranks map.
     """
 
     def __init__(self, ranks: Ranks, counters: int, nbytes: int, mapped: Callable[[int], mmap.mmap]) -> None:
@@ -66,10 +57,7 @@ class SharedSegment:
     def leave(self, *, returned: bool = True) -> None:
         """Announce that this rank will not change its counters again, so that ranks waiting for them raise.
 
-        Parameters
-        ----------
-        returned : bool
-            Whether the rank has returned from the loop rather than failed.
+        `returned` is whether the rank has returned from the loop rather than failed.
         """
         self.publish(self._left[self._ranks.rank], _RETURNED if returned else _FAILED)
 

@@ -65,10 +65,7 @@ class LastPrinted:
 class ReportPrinter:
     """Prints the report of a run, except for lines that the previous run printed in the same place.
 
-    Parameters
-    ----------
-    printed : LastPrinted
-        The lines of the previous run. It is updated.
+    It updates the lines of the previous run.
     """
 
     def __init__(self, printed: LastPrinted) -> None:

@@ -45,10 +45,7 @@ def check_loop(function: Any, name: str) -> None:
 def check_kinds(*arguments: tuple[str, type, Sequence[Any]]) -> None:
     """Raise one `NanoConfigError` that lists all values of the wrong type.
 
-    Parameters
-    ----------
-    *arguments : tuple of str, type and sequence
-        The name of an argument, its required type, and the values that were passed for it.
+    Each item of `arguments` is the name of an argument, its required type, and the values that were passed for it.
     """
     problems = []
     for name, kind, values in arguments:
@@ -96,10 +93,7 @@ class TrainingObjects:
     def of(cls, model: Any, optimizer: Any, dataloaders: Sequence[Any]) -> TrainingObjects:
         """Return the objects of a call ``setup(model, optimizer, *dataloaders)``. The first two may be lists.
 
-        Raises
-        ------
-        NanoConfigError
-            If arguments have the wrong type. The message lists all of them.
+        Raises one `NanoConfigError` that lists all arguments of the wrong type.
         """
         models, optimizers, loaders = _as_list(model), _as_list(optimizer), list(dataloaders)
         check_kinds(
