@@ -27,12 +27,7 @@ from nano_loop.patching.walk import find
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult, size
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
-from nano_loop.runtime.state_sizes import (
-    bytes_of_coming_states,
-    bytes_of_states,
-    bytes_of_temporaries,
-    bytes_of_tensor,
-)
+from nano_loop.runtime.state_sizes import bytes_of_coming_states, bytes_of_states, bytes_of_temporaries, bytes_of_tensor
 from nano_loop.steps.allocator import give_back
 
 _NAME = "memory"
