@@ -108,7 +108,7 @@ FILES_THAT_MAY_IMPORT = {
 BUDGETS = {
     "": 450,
     "api": 1_325,
-    "cli": 2_375,  # 2_100 is the goal
+    "cli": 2_300,  # 2_100 is the goal
     "integrations": 1_500,
     "runtime": 2_525,  # 1_700 is the goal
     "steps": 4_415,  # 3_300 is the goal
