@@ -121,7 +121,7 @@ BUDGETS = {
     "data": 1_375,
     "distributed": 13_475,  # 9_800 is the goal
     "profiling": 350,  # 300 is the goal
-    "config": 1_525,  # 1_300 is the goal
+    "config": 1_475,  # 1_300 is the goal
     "cpu": 1_250,
     "storage": 400,  # 350 is the goal
 }
