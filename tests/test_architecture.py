@@ -118,7 +118,7 @@ BUDGETS = {
     "optimizers": 1_075,  # 600 is the goal
     "patching": 3_150,  # 2_950 is the goal
     "precision": 1_825,  # 1_950 is the goal
-    "data": 1_375,
+    "data": 1_350,
     "distributed": 13_475,  # 9_800 is the goal
     "profiling": 350,  # 300 is the goal
     "config": 1_475,  # 1_300 is the goal
