@@ -122,7 +122,7 @@ BUDGETS = {
     "distributed": 13_475,  # 9_800 is the goal
     "profiling": 350,  # 300 is the goal
     "config": 1_475,  # 1_300 is the goal
-    "cpu": 1_250,
+    "cpu": 1_175,
     "storage": 350,
 }
 LONGEST = 400  # lines of a file in Python
