@@ -26,6 +26,8 @@ _TERMS: Mapping[str, Mapping[str, Any]] = {
     # not cached, rounding gains less than when it is repeated.
     ROUNDED: {"bound": 2.0**-5, "torchs_is_beaten": True, "pays": 1.2},
 }
+#: Operators whose rounded images are kept for the next operators and the backward, which these races do not see.
+_KEEPS_ROUNDED = frozenset(("convolution", "gradients of convolution"))
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -92,7 +94,10 @@ def race_of(call: Call, algorithms: Mapping[str, Compute]) -> Race | None:
     if in_fp32 is not None and len(race) > 1:
         own = [race[name] for name in race if name != TORCH and algorithms[name] is in_fp32]
         reference = own[0] if own else _timed(timed, in_fp32, gradients, torch.float32)
-    return Race(race, TORCH, reference, **_TERMS[_numbers_in(call)]) if len(race) > 1 else None
+    terms = _TERMS[_numbers_in(call)]
+    if call.numbers_in == ROUNDED and call.operator in _KEEPS_ROUNDED:
+        terms = {**terms, "pays": 1.0}
+    return Race(race, TORCH, reference, **terms) if len(race) > 1 else None
 
 
 def _numbers_in(call: Call) -> str:

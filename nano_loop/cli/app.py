@@ -12,10 +12,6 @@ from nano_loop.version import __version__
 class _Commands(click.Group):
     """A group of commands that are imported from their modules on first use."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands in alphabetical order."""
-        return sorted([*super().list_commands(ctx), *_IN_FILES])
-
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command with this name, or None."""
         if cmd_name not in _IN_FILES:
@@ -25,8 +21,6 @@ class _Commands(click.Group):
 
 
 _IN_FILES = ("env", "profile", "run", "tune")
-
-
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -48,3 +42,7 @@ def doctor(as_json: bool) -> int:
     text, code = diagnose(as_json, click.style)
     click.echo(text)
     return code
+
+
+for name in _IN_FILES:
+    app.add_command(click.Command(name))  # its name only: help lists it, and errors suggest it

@@ -88,6 +88,9 @@ def _refused(message: str) -> int:
 def _in_one_line(error: Any) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "nano-loop"
+    if getattr(error, "possibilities", None):
+        # The first is the closest: click offers up to three, such as --json for --precison.
+        error.possibilities = error.possibilities[:1]
     message = quoted(" ".join(error.format_message().split()).rstrip("."), _LONGEST)
     end = "" if message.endswith(("?", "?)")) else "."
     return f"{message}{end} See `{command} --help`."

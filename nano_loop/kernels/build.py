@@ -143,13 +143,14 @@ def scratch(size: int) -> Tensor:
 def _as_c(argument: Argument) -> object:
     if argument is None:
         return None
+    # First, because an optimizer passes many numbers with each tensor.
+    if isinstance(argument, (int, float)):
+        return ctypes.c_int64(argument) if isinstance(argument, int) else ctypes.c_double(argument)
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, ctypes.Structure):
         return ctypes.byref(argument)
-    if isinstance(argument, bytes):
-        return ctypes.create_string_buffer(argument, len(argument))
-    return ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
+    return ctypes.create_string_buffer(argument, len(argument))
 
 
 @functools.cache

@@ -137,6 +137,8 @@ def lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, and the same strides in all dimensions longer than 1."""
     if tensor.layout is not torch.strided or tensor.shape != other.shape:
         return False
+    if tensor.stride() == other.stride():
+        return True
     strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
     return all(size == 1 or stride == of_other for size, stride, of_other in strides)
 

@@ -90,6 +90,13 @@ def input_shape(node: Any) -> tuple[int, ...]:
     return ()
 
 
+def is_selected_by_mask(node: Any) -> bool:
+    """Whether a node is that of ``x[mask]``."""
+    if not node.name().startswith("IndexBackward"):
+        return False
+    return all(index is None or index.dtype is torch.bool for index in node._saved_indices)
+
+
 def dimensions_of(node: Any) -> set[int]:
     """Return the dimensions of the first input that an operator reduces or sorts; empty if its node saves none."""
     saved = getattr(node, "_saved_dim", None)

@@ -27,7 +27,7 @@ from nano_loop.patching.walk import find
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult, size
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
-from nano_loop.runtime.state_sizes import bytes_of_coming_states, bytes_of_states, bytes_of_tensor
+from nano_loop.runtime.state_sizes import bytes_of_coming_states, bytes_of_states, bytes_of_temporaries, bytes_of_tensor
 from nano_loop.steps.allocator import give_back
 
 _NAME = "memory"
@@ -194,7 +194,8 @@ class MemoryWatch:
         self._parts["gradients"] = self._gradients()
         dtype, limit = self._dtype_of_states(), self._limit and self._read_limit()
         coming = sum(bytes_of_coming_states(optimizer, dtype) for optimizer in self._clock.optimizers)
-        self._parts["states of optimizers"] = coming + sum(map(bytes_of_states, self._clock.optimizers))
+        existing = sum(map(bytes_of_states, self._clock.optimizers))
+        self._parts["states of optimizers"] = coming + existing
         now, peak = resident_memory(), peak_memory()
         if limit is None or now is None:
             return
@@ -204,7 +205,11 @@ class MemoryWatch:
             self._most = max(self._most, now + self._parts["gradients"])
         # Measurements of the tuner need memory for one more result and its gradient.
         again = 2 * max(map(_bytes_of, self._outputs), default=0) if self._options.tune_operators else 0
-        self._predicted = self._most + coming + again
+        # A step's temporary tensors are in the memory of activations, which are freed by then, if there is enough.
+        # Existing states are also counted in the memory before the run.
+        in_step = sum(self._parts.values()) - existing
+        in_step += max(map(bytes_of_temporaries, self._clock.optimizers), default=0)
+        self._predicted = max(self._most + coming + again, in_step)
         if self._predicted > limit.most:
             raise self._error(f"a training step is predicted to take {size(self._predicted)}", limit)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from nano_loop.kernels.narrow_weight import NarrowWeight
 from nano_loop.patching.attributes import module_of
@@ -29,6 +29,17 @@ def bytes_of_states(optimizer: Optimizer) -> int:
     """Return the size of an optimizer's states in bytes."""
     values = (value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values())
     return sum(bytes_of_tensor(value) for value in values if isinstance(value, Tensor))
+
+
+def bytes_of_temporaries(optimizer: Optimizer) -> int:
+    """Return the size in bytes of the temporary tensors of a step with ``foreach=True``: one per parameter of a group.
+
+    SGD without weight decay needs none.
+    """
+    groups = [group for group in optimizer.param_groups if group.get("foreach")]
+    if isinstance(optimizer, SGD):
+        groups = [group for group in groups if group["weight_decay"] or group["maximize"]]
+    return max((sum(map(bytes_of_tensor, group["params"])) for group in groups), default=0)
 
 
 def _is_torchs(kind: type[Optimizer]) -> bool:

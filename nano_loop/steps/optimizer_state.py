@@ -23,7 +23,7 @@ from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with, weakly
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.optimizers import closure_of, held_by, with_closure
 from nano_loop.patching.patch_table import entry_set, process_wide
-from nano_loop.patching.torch_private import below_torch_functions
+from nano_loop.patching.torch_private import below_torch_functions, version
 from nano_loop.precision.autocast.conversion import convert_data
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.allocator import give_back, trim
@@ -236,6 +236,7 @@ class WideWeights:
             if parameter.dtype is torch.bfloat16 and (all_of_them or parameter.grad is not None)
         }
         parameters = [*narrow.values()]
+        self._weights.in_step(self.narrow)
         with below_torch_functions():  # the step may run in the user's `disable_casts`
             before = [(parameter.data, parameter.grad) for parameter in parameters]
             for parameter in parameters:
@@ -247,11 +248,14 @@ class WideWeights:
 
     def narrow(self) -> None:
         """Split the parameters again."""
-        if self._weights is None or not self._parameters:
+        if self._weights is None:
             return
+        self._weights.after_step(self.narrow)
         with below_torch_functions():
             for parameter, data, gradient, in_fp32 in self._parameters:
                 is_kept = parameter.grad is in_fp32
+                if gradient is not None and in_fp32 is not None and in_fp32 is not gradient and version(in_fp32):
+                    gradient.detach().copy_(in_fp32.detach())  # changed in place, as by `zero_grad(set_to_none=False)`
                 parameter.grad = None
                 self._weights.write(data, parameter.data)
                 parameter.data = data
@@ -265,6 +269,7 @@ class WideWeights:
             if not self.takes(optimizer):
                 self.widen(optimizer)
 
+        self.narrow()  # the last step may have raised
         closure = closure_of(args, kwargs)
         if closure is None:
             widen_unless_in_c()

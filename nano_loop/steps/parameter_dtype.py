@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.errors import NanoConfigError, error_message
+from nano_loop.optimizers.split import SplitWeights
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
 from nano_loop.patching.members import parameters_of, shaped
 from nano_loop.patching.nested_tensors import Substitution, map_tensors
@@ -55,7 +56,7 @@ class ParameterDtype(Step):
         conversion = self._conversion
         for model in parts.models:
             conversion.convert(model, split)
-            interceptor = self.interceptors.add(model, self.name, _casting_outputs(conversion))
+            interceptor = self.interceptors.add(model, self.name, _casting_outputs(conversion, self.split_weights))
             interceptor.around_modules(lambda module: _casting_inputs(conversion), DTYPES)
         for optimizer in parts.optimizers:
             if any(map(conversion.is_alias, shaped(held_by(optimizer)))):
@@ -101,7 +102,7 @@ def _casting_inputs(conversion: Conversion) -> Call:
     return call
 
 
-def _casting_outputs(conversion: Conversion) -> CallWrapper:
+def _casting_outputs(conversion: Conversion, weights: SplitWeights) -> CallWrapper:
     dtype = conversion.dtype
 
     def outward(tensor: Tensor) -> Tensor:
@@ -112,6 +113,7 @@ def _casting_outputs(conversion: Conversion) -> CallWrapper:
     def layer(call: Call) -> Call:
         def with_casts(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
+                weights.end_steps()  # `conversion` would take fp32 weights for added ones
                 conversion.convert_added(module)
             try:
                 outputs = call(function, module, *args, **kwargs)

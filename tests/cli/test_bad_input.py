@@ -12,6 +12,7 @@ SEVERAL_TIMES = "the script is started several times"
 #: Arguments, of which train.py and pipe.py exist, and words of the error.
 REFUSED = [
     (["frob"], ["No such command 'frob'"]),
+    (["tun"], ["No such command 'tun'. Did you mean 'tune'? See"]),
     (["--frob"], ["No such option"]),
     (["doctor", "--frob"], ["`nano-loop doctor --help`"]),
     (["doctor", "frob"], ["frob"]),
@@ -21,7 +22,7 @@ REFUSED = [
     (["run", "no_such_script.py"], ["no_such_script.py: there is no such file. Check the path of the script"]),
     (["run", "-m", "no_such_module.train"], ["-m no_such_module.train: there is no such module. Check its name"]),
     (["run", "-m", ""], ["-m : there is no such module"]),
-    (["run", "--precison", "bf16"], ["No such option '--precison'", "--precision", "`nano-loop run --help`"]),
+    (["run", "--precison", "bf16"], ["No such option '--precison'. Did you mean '--precision'? See"]),
     (["run", "--precision", "fp8", "train.py"], ['--precision=fp8: it must be 32, 64, 16, "bf16"']),
     (["run", "--channels-last=maybe", "train.py"], ['=maybe: it must be "auto", True or False. Pass one of']),
     (["run", "--verbose=", "train.py"], ['--verbose=: it must be True, False or "all"']),
@@ -44,8 +45,11 @@ REFUSED = [
     (["tune", "pipe.py"], [f"tune pipe.py: {SEVERAL_TIMES}"]),
     *((["tune", f"--seconds={seconds}", "train.py"], ["--seconds"]) for seconds in ("nan", "0")),
     (["tune", "--precison=32", "train.py"], ["No such option"]),
-    (["tune", "--plot=tune.xyz", "train.py"], ["xyz is not one of its formats"]),
-    (["tune", "--plot=no/such/tune.png", "train.py"], ["the folder does not exist"]),
+    (
+        ["tune", "--plot=tune.xyz", "train.py"],
+        ["(xyz is not a format that matplotlib supports). Name a file such as tune.png"],
+    ),
+    (["tune", "--plot=no/such/tune.png", "train.py"], ["(the folder does not exist, or is not writable). Name a file"]),
     (["tune", "--precision=8", "train.py"], ["--precision=8"]),
 ]
 

@@ -118,7 +118,8 @@ def with_one_bias():
 def packed(kind, hidden=6, **settings):
     def function(x, layer):
         sequences = PackedSequence(x.flatten(0, 1)[:14], torch.tensor([3, 3, 3, 3, 2]))
-        return layer(sequences)[0].data.sum(0).tanh() * x
+        # The mean: saturated by a sum, second derivatives multiply errors by 50, and torch's own vary as much by seed.
+        return layer(sequences)[0].data.mean(0).tanh() * x
 
     return lambda: Layer(function, kind(6, hidden, **settings))
 

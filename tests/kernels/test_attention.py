@@ -115,11 +115,12 @@ def test_scratch_above_the_bound_is_left_to_torch(called, monkeypatch):
     [
         ([inputs()[0], inputs(width=8)[1], inputs()[2]], {}),
         (inputs(), {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}),
+        (inputs(), {"attn_mask": torch.zeros(inputs()[1].size(-2))}),
     ],
 )
 def test_what_torch_refuses_is_refused(tensors, kwargs):
     for function in (F.scaled_dot_product_attention, attention):
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises((RuntimeError, IndexError)):
             function(*tensors, **kwargs)
 
 

@@ -19,6 +19,7 @@ from nano_loop import accelerated
 from nano_loop.kernels import override
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.rnn import recurrence, rnn
+from nano_loop.kernels.rnn.recurrent_layer import TANH, Arguments, Recurrence
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.ownership import NO_RULES
 
@@ -364,3 +365,22 @@ def test_fewer_threads_than_asked_for_compute_all_parts(hidden):
     ]
     assert len(printed[0]) > 100
     assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.6, 3])
+def test_tanh_is_exact_to_one_and_a_half_units_in_the_last_place(scale):
+    x = scale * torch.randn(4096, 16, generator=torch.Generator().manual_seed(0))
+    properties = Recurrence(TANH, torch.tensor([0, 4096]), False, False, False, (torch.float32,) * 2)
+    weights, state = (torch.eye(16), torch.zeros(16, 16), None, None), torch.zeros(4096, 16)
+    found = recurrence.recurrence(properties, Arguments(x, *weights, state, None))[0].double()
+    exact = x.double().tanh()
+    unit = exact.abs().clamp(min=1e-30).log2().floor().sub(23).exp2()
+    assert ((found - exact).abs() / unit).max() < 1.5
+
+
+def test_tanh_of_nan_infinity_and_zero():
+    x = torch.tensor([[float("nan")], [float("inf")], [-float("inf")], [-0.0], [30.0], [-30.0]])
+    properties = Recurrence(TANH, torch.tensor([0, 6]), False, False, False, (torch.float32,) * 2)
+    weights, state = (torch.ones(1, 1), torch.zeros(1, 1), None, None), torch.zeros(6, 1)
+    found = recurrence.recurrence(properties, Arguments(x, *weights, state, None))[0]
+    torch.testing.assert_close(found, x.tanh(), rtol=0, atol=0, equal_nan=True)

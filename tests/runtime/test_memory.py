@@ -108,7 +108,8 @@ def train(model, optimizer, shape):
         optimizer.step()
 
 model = Net()
-train(model, torch.optim.AdamW(model.parameters()), (int(sys.argv[1]), int(sys.argv[2])))
+optimizer = torch.optim.AdamW(model.parameters(), foreach="foreach" in sys.argv or None)
+train(model, optimizer, (int(sys.argv[1]), int(sys.argv[2])))
 print(json.dumps(train.report["memory"].data.as_dict()))
 """
 
@@ -131,11 +132,18 @@ def test_states_in_another_dtype_than_the_weights_are_predicted(precision: str, 
     assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("sequences", "words", "layers"), [(2, 8, 24), (24, 128, 4)])
+def test_temporary_tensors_of_a_foreach_step_are_predicted(sequences: int, words: int, layers: int) -> None:
+    found = predicted(sequences, words, 100_000, "32", layers=layers, kind="foreach")
+    assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
+
+
 def predicted(
-    sequences: int, words: int, limit: int, precision: str, moments: str = "32", layers: int = 4
+    sequences: int, words: int, limit: int, precision: str, moments: str = "32", layers: int = 4, kind: str = ""
 ) -> dict[str, Any]:
     numbers = map(str, (sequences, words, limit))
-    command = [sys.executable, "-c", PREDICTED, *numbers, precision, moments, str(layers)]
+    command = [sys.executable, "-c", PREDICTED, *numbers, precision, moments, str(layers), kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.runtime.state_sizes import bytes_of_coming_states, bytes_of_states
+from nano_loop.runtime.state_sizes import bytes_of_coming_states, bytes_of_states, bytes_of_temporaries
 
 OPTIMIZERS = {
     "Adam": {},
@@ -62,6 +62,22 @@ def test_functions_that_a_program_has_put_into_an_optimizer_are_not_called(
     monkeypatch.setattr(owner, name, noted)
     assert bytes_of_coming_states(optimizer) == 0
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (torch.optim.AdamW, {}, 0),
+        (torch.optim.AdamW, {"foreach": True}, 64),
+        (torch.optim.SGD, {"foreach": True, "lr": 0.1, "momentum": 0.9}, 0),
+        (torch.optim.SGD, {"foreach": True, "lr": 0.1, "weight_decay": 0.1}, 64),
+    ],
+)
+def test_temporary_tensors_of_a_foreach_step_are_those_of_the_largest_group(
+    kind: Any, options: dict[str, Any], expected: int
+) -> None:
+    groups = [{"params": [nn.Parameter(torch.zeros(size))]} for size in (16, 8)]
+    assert bytes_of_temporaries(kind(groups, **options)) == expected
 
 
 def test_states_of_what_is_not_known_are_not_counted() -> None:

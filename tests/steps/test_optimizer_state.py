@@ -1,5 +1,6 @@
 """bf16 weights train bitwise as with a manual fp32 master; moments in bf16 train as those in fp32."""
 
+import contextlib
 import copy
 import itertools
 import pickle
@@ -406,3 +407,64 @@ def test_without_c_weights_keep_their_rests(monkeypatch):
     assert_equal([*model.parameters()], by_hand.masters)
     with pytest.raises(NanoConfigError, match="no C kernels"):
         nano(optimizer_state="bf16", **QUIET)(plainly)(model, ADAMW(model.parameters()))
+
+
+class Failing(torch.optim.Adagrad):
+    """Raises in every other step, before or after its update."""
+
+    failure = "before"
+
+    def step(self, closure=None):
+        self.count = getattr(self, "count", 0) + 1
+        if self.count % 2 and self.failure == "before":
+            raise ArithmeticError
+        super().step(closure)
+        if self.count % 2:
+            raise ArithmeticError
+
+
+def with_failures(model, optimizer):
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        with contextlib.suppress(ArithmeticError, RuntimeError):
+            optimizer.step()
+    return [weight.detach().clone().float() for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("failure", ["before", "after"])
+def test_the_loop_may_go_on_after_a_step_that_raises(failure):
+    def trained(run):
+        model = network()
+        optimizer = Failing(model.parameters(), 0.01)
+        optimizer.failure = failure
+        run(model, optimizer)
+        return [weight.detach() for weight in model.parameters()]
+
+    ours = trained(nano(precision="bf16-true", **QUIET)(with_failures))
+    for found, expected in zip(ours, trained(with_failures), strict=True):
+        assert (found - expected).abs().max() < 0.1
+
+
+def test_steps_that_torch_refuses_change_no_weight():
+    """torch refuses to step leaves differentiably."""
+    model, before = network(), [*network().parameters()]
+    nano(precision="bf16-true", **QUIET)(with_failures)(model, SGD(model.parameters(), 0.1, differentiable=True))
+    for found, expected in zip(model.parameters(), before, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_gradient_is_zeroed_after_a_step_that_raises(set_to_none):
+    model = network()
+
+    def loop(model, optimizer):
+        loss_of(model, 0).backward()
+        with contextlib.suppress(RuntimeError):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none)
+        (model(X) * 0).sum().backward()
+        return max(weight.grad.abs().max().item() for weight in model.parameters())
+
+    optimizer = SGD(model.parameters(), 0.1, differentiable=True)
+    assert nano(precision="bf16-true", **QUIET)(loop)(model, optimizer) == 0

@@ -161,7 +161,7 @@ def check_picture(path: str) -> None:
         raise NanoConfigError(error_message(f"--plot {path}", "a chart needs matplotlib", hint)) from error
     file = Path(os.path.abspath(path))
     if file.suffix and file.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
-        raise _refused(path, f"{file.suffix[1:]} is not one of its formats")
+        raise _refused(path, f"{file.suffix[1:]} is not a format that matplotlib supports")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise _refused(path, "the folder does not exist, or is not writable")
 
@@ -193,6 +193,5 @@ def draw(tuning: Tuning, path: str) -> None:
 
 
 def _refused(path: str, reason: str) -> NanoConfigError:
-    got = f"the chart {path!r} cannot be written ({reason})"
     hint = "Name a file such as tune.png in a folder that exists"
-    return NanoConfigError(error_message(got, "the suffix of its name must be a format that matplotlib supports", hint))
+    return NanoConfigError(error_message(f"--plot {path}", f"the chart cannot be written ({reason})", hint))

@@ -12,13 +12,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from nano_loop.kernels.head.cross_entropy import MEAN
-from nano_loop.patching.torch_private_autograd import dimensions_of, input_shape, output_numel, reduction_of
+from nano_loop.patching.torch_private_autograd import (
+    dimensions_of,
+    input_shape,
+    is_selected_by_mask,
+    output_numel,
+    reduction_of,
+)
 
 #: The key, in a node's metadata, of a loss that is a mean over all ranks' rows.
 OVER_ALL_RANKS = "nano_loop: a mean over all ranks"
 #: Beginnings of the names of operators that may combine samples, unless they act on another dimension.
 _COMBINING = (
-    *("Topk", "Sort", "Kthvalue", "Median", "Index", "MaskedSelect", "Mode", "Cum", "Roll", "Flip", "MaxB", "MinB"),
+    *("Topk", "Sort", "Kthvalue", "Median", "Index", "Mode", "Cum", "Roll", "Flip", "MaxB", "MinB"),
     *("Mm", "Bmm", "Cdist", "EuclideanDist", "PdistForward", "Std", "Var", "LinalgVectorNorm", "Norm", "Amax", "Amin"),
 )
 #: Those that combine samples in the first dimension only, and those that add samples there.
@@ -73,6 +79,8 @@ def combines(node: Any, samples: int) -> bool:
     if name.startswith(_ALONG_FIRST):
         return _acts_on_first(node, samples)
     if not name.startswith(_COMBINING):
+        return False
+    if is_selected_by_mask(node):
         return False
     is_of_rows = input_shape(node)[:1] == (samples,)
     return not is_of_rows or not dimensions_of(node) or _acts_on_first(node, samples)

@@ -41,12 +41,12 @@ class Means:
         self.averaged = AveragedGradients()
 
     def post(self, parameters: Sequence[torch.Tensor], arrived: bytes) -> bool:
-        """Let the other ranks read all gradients, if they are few and dense; return whether they can."""
+        """Let the other ranks read all gradients, if they are few and dense; return whether they can. Collective."""
         self._posted = None
-        if isinstance(self._transport, SharedMemoryTransport) and are_all_dense([arrived]):
+        if isinstance(self._transport, SharedMemoryTransport):
             with torch.no_grad():
-                gradients = DenseGradients(parameters)
-                if self._transport.post(gradients.tensors):
+                gradients = DenseGradients(parameters) if are_all_dense([arrived]) else None
+                if self._transport.post(None if gradients is None else gradients.tensors):
                     self._posted = gradients
         return self._posted is not None
 

@@ -25,6 +25,7 @@ from nano_loop.distributed.data_parallel.comparison import Comparison
 from nano_loop.distributed.data_parallel.sample_weights import SampleWeights, Weight
 from nano_loop.distributed.data_parallel.witness import losses_among
 from nano_loop.patching.calls.backward import roots_weighted
+from nano_loop.patching.torch_private import in_functorch
 
 
 class WeightedRoots:
@@ -39,7 +40,7 @@ class WeightedRoots:
 
     def weighted(self) -> AbstractContextManager[None]:
         """Return a context in which backwards of the loop's thread start with weighted gradients."""
-        return roots_weighted(self._weigh)
+        return roots_weighted(self._weigh, self._note_computed)
 
     def values(self) -> tuple[float, ...]:
         """Return this rank's contributions to the roots' values, whose mean over the ranks is that of the batch."""
@@ -71,12 +72,17 @@ class WeightedRoots:
     def scale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Multiply gradients that the loop itself has computed by the weight of this rank's share."""
         weight = self._split.begin_backward()
+        self.sample_weights.note_scaled(parameters)
         for parameter in parameters:
             if weight != 1 and parameter.grad is not None:
                 parameter.grad = parameter.grad * weight
 
     def _alive(self) -> list[torch.Tensor]:
         return [root for reference in self._roots if (root := reference()) is not None]
+
+    def _note_computed(self, inputs: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        if self._split.is_here and self._split.is_checked and not in_functorch():
+            self.sample_weights.note_computed([inputs] if isinstance(inputs, torch.Tensor) else [*inputs], gradients)
 
     def _weigh(self, tensors: Any, grad_tensors: Any) -> Any:
         if not self._split.is_here:

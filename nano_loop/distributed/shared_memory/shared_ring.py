@@ -62,7 +62,7 @@ class SharedMemoryTransport:
         self._posted, self._reduced, self._read = map(self._segment.places, _COUNTERS)
         self._base = 0  # batches so far, including those skipped at the end of a list
         self._plans: dict[Signature, _Plan] = {}  # valid for the ring's life
-        self._turn = 0  # the slot of the latest posted list
+        self._turn = 0  # the slot of the latest call of `post`
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -83,15 +83,16 @@ class SharedMemoryTransport:
         self._base += plan.length
         self._segment.end()
 
-    def post(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Copy a short list to shared memory, and return whether it is one.
+    def post(self, tensors: Sequence[torch.Tensor] | None) -> bool:
+        """Copy a short list to shared memory, and return whether it is one. Collective.
 
-        If all ranks have posted theirs, and have exchanged anything since, `average_posted` may replace `average`.
+        If all ranks have posted theirs, and have exchanged anything since, `average_posted` may replace `average`. A
+        rank without a list passes None, so that all ranks keep using the same slot.
         """
-        short = self._plan(signature(tensors)).short
-        if short is None:
-            return False
         self._turn = 1 - self._turn
+        short = None if tensors is None else self._plan(signature(tensors)).short
+        if tensors is None or short is None:
+            return False
         short.inputs[self._turn].copy_from(tensors)
         return True
 

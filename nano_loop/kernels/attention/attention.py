@@ -59,6 +59,8 @@ def _supports(
         return None
     if mask is not None and (is_causal or mask.requires_grad or mask.dtype not in (torch.bool, *_DTYPES)):
         return None
+    if mask is not None and mask.dim() < 2:  # torch raises
+        return None
     heads = -3 if enable_gqa else -2
     if not query.shape[:heads] == key.shape[:heads] == value.shape[:heads] or key.shape[-3:-1] != value.shape[-3:-1]:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -39,12 +39,18 @@ def nested_backwards_noticed() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def roots_weighted(weigh: Callable[[Any, Any], Any]) -> Iterator[None]:
+def roots_weighted(
+    weigh: Callable[[Any, Any], Any], note: Callable[[Any, Any], object] = lambda inputs, gradients: None
+) -> Iterator[None]:
     """Let `weigh` replace the ``grad_tensors`` of each outermost `torch.autograd.backward` in any thread.
 
-    It receives ``tensors`` and ``grad_tensors`` as the program passed them. `Tensor.backward` passes its own.
+    It receives ``tensors`` and ``grad_tensors`` as the program passed them. `Tensor.backward` passes its own. `note`
+    receives the ``inputs`` and the results of each outermost `torch.autograd.grad`.
     """
-    with nested_backwards_noticed(), listening(roots_weighted, weigh):
+    with ExitStack() as stack:
+        stack.enter_context(nested_backwards_noticed())
+        stack.enter_context(replaced(cast(Any, torch.autograd), "grad", _noting))
+        stack.enter_context(listening(roots_weighted, (weigh, note)))
         yield
 
 
@@ -59,7 +65,7 @@ def _noticing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         if not in_backward():
-            for weigh in value_in_force(roots_weighted) or ():
+            for weigh, _ in value_in_force(roots_weighted) or ():
                 grad_tensors = weigh(tensors, grad_tensors)
         noticed(tensors, grad_tensors, *args, **kwargs)
         if not in_backward():
@@ -78,6 +84,18 @@ def _noticing(original: Callable[..., None]) -> Callable[..., None]:
             call_state.at_end = None
 
     return backward
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        results = original(outputs, inputs, *args, **kwargs)
+        if not in_backward():
+            for _, note in value_in_force(roots_weighted) or ():
+                note(inputs, results)
+        return results
+
+    return grad
 
 
 def _run(functions: list[Callable[[], None]]) -> None:

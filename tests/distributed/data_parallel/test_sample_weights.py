@@ -144,6 +144,8 @@ WITHIN_ROWS = {
     "probabilities of classes": lambda e: rows(e).softmax(1)[:, 0].mean(),
     "turned around": lambda e: (rows(e) * rows(e).flip(1)).mean(),
     "clipped": lambda e: torch.maximum(e, torch.tensor(0.3)).mean(),
+    "selected": lambda e: e[torch.ones(len(e), dtype=torch.bool)].mean(),
+    "selected columns": lambda e: rows(e)[rows(e) > -1].mean(),
 }
 
 
@@ -158,6 +160,53 @@ def test_operators_of_compared_losses_are_none_of_them():
     weights = SampleWeights()
     assert warned(weights, of_ranks(lambda e: e.topk(3)[0].mean(), (6, 6), weights), is_compared=True) == []
     assert warned(weights, of_ranks(lambda e: e.topk(4)[0].mean(), (6, 6), weights)) == []
+
+
+def test_lines_that_combine_samples_later_are_named():
+    weights = SampleWeights()
+    equal = of_ranks(EQUAL["mean"], (6, 6), weights)
+    weights.note_operator("flip in a.py:1")
+    assert warned(weights, equal, is_compared=True) == []
+    weights.note_operator("flip in a.py:1")
+    assert warned(weights, equal) == []
+    weights.note_operator("roll in a.py:4")
+    (message,) = warned(weights, equal)
+    assert "combines samples since the first step, by roll in a.py:4" in message
+    weights.note_operator("roll in a.py:5")
+    assert warned(weights, equal) == []  # once
+
+
+def test_operators_of_a_backward_that_reaches_no_parameter_are_forgotten():
+    weights = SampleWeights()
+    assert warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights), is_compared=True) == []
+    of_ranks(lambda e: e.topk(3)[0].mean(), (6, 6), weights)
+    assert warned(weights, of_ranks(EQUAL["mean"], (6, 6), weights)) == []
+
+
+CHANGED = {
+    "own gradient": (lambda gradient: gradient, 0),
+    "a constant factor": (lambda gradient: 0.1 * gradient, 0),
+    "weight decay": (lambda gradient: gradient + 0.1 * MODEL.weight.detach(), 0),
+    "clipped": (lambda gradient: gradient * (0.1 / gradient.norm()).clamp(max=1), 1),
+    "clipped in place": (lambda gradient: gradient.mul_(0.1 / gradient.norm()), 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_factors_of_own_gradients_are_compared(name):
+    change, count = CHANGED[name]
+    by_rank = []
+    for samples in (6, 5):
+        weights = SampleWeights()
+        gradients = torch.autograd.grad(errors(samples, samples).mean(), [MODEL.weight])
+        weights.note_computed([MODEL.weight], gradients)
+        MODEL.weight.grad = change(*gradients)
+        weights.note_scaled([MODEL.weight, MODEL.bias])
+        by_rank.append(weights.take())
+    MODEL.weight.grad = None
+    messages = warned(SampleWeights(), by_rank)
+    assert len(messages) == count
+    assert all("weights samples differently on each rank" in message for message in messages)
 
 
 def test_mean_of_no_elements_has_a_weight():

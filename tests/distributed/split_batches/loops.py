@@ -113,6 +113,21 @@ def adam(run, dtype=torch.float64):
     return fit(run, model, loader_of(*vectors(dtype=dtype)), squares, torch.optim.Adam(model.parameters(), lr=1e-2))
 
 
+def experts(run):
+    """Sometimes all samples of a rank are for the same expert, so that the other one has no gradient there."""
+    model = nn.ModuleList([mlp(6, 8, 1), mlp(6, 8, 1)])
+
+    def loss_of(model, batch):
+        x, y = batch
+        outputs = torch.zeros_like(y)
+        for expert, is_chosen in zip(model, (x[:, 0] > 0.7, x[:, 0] <= 0.7), strict=True):
+            if is_chosen.any():
+                outputs = outputs + is_chosen[:, None] * expert(x)
+        return F.mse_loss(outputs, y)
+
+    return fit(run, model, loader_of(*vectors()), loss_of)
+
+
 def lbfgs(run, reduction="mean"):
     model = mlp(6, 8, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
@@ -662,6 +677,6 @@ LOOPS = {
             sampling,
             checkpointed_dropout,
         ),
-        *(checkpointed_dropout_reentrant, norms, evaluated_alone),
+        *(checkpointed_dropout_reentrant, norms, experts, evaluated_alone),
     )
 }

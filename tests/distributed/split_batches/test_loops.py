@@ -41,6 +41,12 @@ def test_two_ranks_compute_what_one_process_computes(plain):
     assert run.report["loaders"].status == "applied"
 
 
+def test_ranks_agree_after_a_step_in_which_one_of_them_had_no_gradient_of_a_layer(plain):
+    """The only model of a run, so that its gradients are few enough to be posted before the ranks agree."""
+    name = "experts"
+    assert_equal(Shared(**OPTIONS, split_batches=True).train([name]), {name: plain[name]})
+
+
 def test_fp32_is_as_near_to_fp64_as_one_process(plain):
     """Loops without random draws, which depend on the dtype."""
     names = ["sgd", "adam", "accumulation", "clipping", "padding", "norms"]

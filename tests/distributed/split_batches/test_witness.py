@@ -543,6 +543,29 @@ def mixed_later_by_random(run):
     return mixed_later(run, lambda count: np.array(random.sample(range(count), count)))
 
 
+def flipped_later(run):
+    """Each sample is mixed with another one of the rank's part, first in the third step."""
+    steps = [0]
+
+    def loss_of(model, batch):
+        steps[0] += 1
+        x, y = batch
+        return squares(model, (0.5 * x + 0.5 * x.flip(0), y) if steps[0] > 2 else batch)
+
+    return fit(run, mlp(6, 8, 1), loader_of(*vectors(36)), loss_of)
+
+
+def own_clipped_later(run):
+    """The norms by which the loop clips are those of the rank's part."""
+    seen = [0]
+
+    def clipped(gradient):
+        seen[0] += 1
+        return gradient * (0.01 / gradient.norm()).clamp(max=1) if seen[0] > 12 else gradient
+
+    return own_gradients(run, clipped)
+
+
 def twice_as_one_batch(run):
     """The rows of dropout's mask are those of all samples, twice."""
     model = nn.Sequential(mlp(6, 8), nn.Dropout(0.5), mlp(8, 1))
@@ -677,6 +700,8 @@ def test_steps_that_depend_on_the_samples_of_a_rank_are_noticed():
     [
         (filtered_later, "weights samples differently on each rank"),
         (hardest_later, "combines samples .* Topk"),
+        (flipped_later, r"combines samples .* flip in test_witness\.py"),
+        (own_clipped_later, "weights samples differently on each rank"),
         (mixed_later, "NumPy or random draw for a batch, first after the first step"),
         (mixed_later_by_random, "NumPy or random draw for a batch, first after the first step"),
     ],

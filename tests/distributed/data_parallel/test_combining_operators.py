@@ -1,0 +1,108 @@
+"""Calls of operators that mix rows of a share are noted with the program's line, and calls within rows are not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from distributed.split_batches.loops import needs_kernels
+from nano_loop.distributed.comm.ranks import RunContext
+from nano_loop.distributed.comm.split_batches import Share, SplitBatches
+from nano_loop.distributed.data_parallel.combining_operators import combinations_noted
+from nano_loop.distributed.data_parallel.sample_weights import SampleWeights
+
+pytestmark = needs_kernels
+SAMPLES = 4
+SHARE = Share(4, 8, 8, 2)
+TABLE = nn.Parameter(torch.rand(SAMPLES, 3))
+ORDER = torch.tensor([1, 2, 3, 0])
+
+
+def noted(compute, share=SHARE, rows=SAMPLES, was_compared=True):
+    """Return the calls that are noted once gradients were compared."""
+    context = RunContext()
+    context.split = SplitBatches()
+    context.split.share = share
+    weights = SampleWeights()
+    weights.was_compared = was_compared
+    with combinations_noted(context, weights):
+        compute(torch.rand(rows, 5, 3))
+    return [*weights._lines]
+
+
+COMBINING = {
+    "flip": lambda x: x.flip(0),
+    "flip of two dimensions": lambda x: x.flip(-1, -3),
+    "upside down": torch.flipud,
+    "roll": lambda x: x.roll(1, 0),
+    "roll as a vector": lambda x: x.roll(1),
+    "index": lambda x: x[ORDER],
+    "list": lambda x: x[[3, 2, 1, 0]],
+    "part of samples": lambda x: x[ORDER, :2],
+    "repeated": lambda x: x[torch.zeros(SAMPLES, dtype=torch.long)],
+    "negative": lambda x: x[torch.arange(SAMPLES) - 1],
+    "index_select": lambda x: x.index_select(0, ORDER),
+    "gather": lambda x: x.gather(0, ORDER[:, None, None].expand_as(x)),
+    "take_along_dim": lambda x: x.take_along_dim(ORDER[:, None, None], 0),
+    "sort": lambda x: x.sort(dim=0),
+    "ranks": lambda x: x[:, 0, 0].argsort(),
+    "cumsum": lambda x: x.cumsum(0),
+    "deviation": lambda x: x.std(0),
+    "variance of all": lambda x: x.var(),
+    "quantile": lambda x: x[:, 0, 0].quantile(0.3),
+    "median": lambda x: x[:, 0, 0].median(),
+    "counts": lambda x: ORDER.bincount(),
+    "slices": lambda x: torch.cat([x[1:], x[:1]]),
+    "halves": lambda x: torch.cat([*reversed(x.chunk(2))]),
+    "with a gradient": lambda x: x.requires_grad_().flip(0),
+}
+
+
+@pytest.mark.parametrize("name", COMBINING)
+def test_calls_that_mix_rows_are_noted(name):
+    assert any("in test_combining_operators.py:" in line for line in noted(COMBINING[name]))
+
+
+WITHIN = {
+    "flip of images": lambda x: x.flip(-1),
+    "roll": lambda x: x.roll(1, 2),
+    "order of columns": lambda x: x[:, [2, 1, 0]],
+    "own column": lambda x: x[torch.arange(SAMPLES), torch.tensor([1, 0, 4, 2])],
+    "mask": lambda x: x[x[:, 0, 0] > 0.5],
+    "some samples": lambda x: x[ORDER[:2]],
+    "table": lambda x: TABLE[ORDER] + TABLE.flip(0),
+    "words": lambda x: TABLE[ORDER.expand(7, SAMPLES)],
+    "gather": lambda x: x.gather(1, ORDER[:, None, None].clamp(max=2)),
+    "sort": lambda x: x.sort(dim=1),
+    "cumsum": lambda x: x.cumsum(-1),
+    "deviation": lambda x: x.std((1, 2)),
+    "mean": lambda x: x.mean(0),
+    "slices in order": lambda x: torch.cat([x[:1], x[1:]]),
+    "columns": lambda x: torch.cat([x[:, 1:], x[:, :1]], 1),
+    "other tensors": lambda x: torch.cat([x[2:], x.clone()[:2]]),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_calls_within_rows_combine_none(name):
+    assert noted(WITHIN[name]) == []
+
+
+def test_library_that_sorts_samples_is_not_noted():
+    assert noted(lambda x: pack_padded_sequence(x, torch.tensor([1, 3, 2, 5]), True, enforce_sorted=False)) == []
+
+
+def backward_of_flip(x):
+    """The backward of a flip is a flip."""
+    x.requires_grad_().flip(0).sum().backward()
+
+
+def test_calls_outside_of_the_loops_forward_are_not_noted():
+    assert len(noted(backward_of_flip)) == 1
+    assert noted(COMBINING["flip"], share=None) == []
+    assert noted(COMBINING["flip"], share=Share(0, 1, 1, 2)) == []  # all ranks compute the whole batch
+    assert noted(COMBINING["flip"], rows=SAMPLES + 1) == []
+
+
+def test_all_lines_are_noted_until_gradients_are_compared():
+    assert len(noted(COMBINING["flip"], rows=SAMPLES + 1, was_compared=False)) == 1
