@@ -202,14 +202,14 @@ FAULTS = (
     ),
     Fault(
         "distributed/data_parallel/sample_weights.py",
-        "if are_equal and not new:",
-        "if not new:",
+        "if self._has_warned or not (differ or new):",
+        "if self._has_warned or not new:",
         "tests/distributed/data_parallel/test_sample_weights.py",
     ),
     Fault(
         "distributed/data_parallel/sample_weights.py",
-        "if are_equal and not new:",
-        "if are_equal:",
+        "if self._has_warned or not (differ or new):",
+        "if self._has_warned or not differ:",
         "tests/distributed/data_parallel/test_sample_weights.py",
     ),
     Fault(

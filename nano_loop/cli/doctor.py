@@ -35,12 +35,7 @@ _INSTRUCTION_SETS = {
 def diagnose(as_json: bool, styled: Callable[..., str]) -> tuple[str, int]:
     """Return the text to print, and the exit code: 1 if a finding hurts, and 0 otherwise.
 
-    Parameters
-    ----------
-    as_json : bool
-        Whether to return JSON.
-    styled : callable
-        Returns a text with colours, with the signature of `click.style`.
+    The text is JSON if `as_json`. `styled` returns a text with colours, with the signature of `click.style`.
     """
     inspected = inspect_system()
     facts, findings = facts_of(inspected), findings_of(inspected)

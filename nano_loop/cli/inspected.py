@@ -91,14 +91,8 @@ def inspect_system(
 ) -> Inspected:
     """Return the facts about a machine and this process.
 
-    Parameters
-    ----------
-    root : str or pathlib.Path
-        The folder that contains ``proc`` and ``sys``: ``/`` for the live machine, another one for a recorded machine.
-    environ : mapping
-        The environment.
-    host : Host, optional
-        Facts that are not in files. By default, queried from the system for ``/``.
+    `root` is the folder that contains ``proc`` and ``sys``: ``/`` for the live machine, another one for a recorded
+    machine. `host` has the facts that are not in files. By default, they are queried from the system for ``/``.
     """
     tree = Tree(root)
     is_live = Path(root) == Path("/")

@@ -17,17 +17,9 @@ _LONGEST = 400  # maximum characters of a line about arguments that are not opti
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name.
+    """Run the command that the arguments name; by default, those of this process.
 
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        The arguments. By default, those of this process.
-
-    Returns
-    -------
-    int
-        The exit code: 0 for success, 1 if `doctor` has a finding that hurts, 2 for invalid input.
+    Returns the exit code: 0 for success, 1 if `doctor` has a finding that hurts, 2 for invalid input.
     """
     arguments = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     _open_closed_streams()

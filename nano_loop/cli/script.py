@@ -216,13 +216,8 @@ def started(
     """Start a script in which each Python process executes a command once it begins to train.
 
     Yields the process, which is killed on exit, and a function that returns the answer of the script, or None.
-
-    Parameters
-    ----------
-    command, own
-        The command and its arguments.
-    line, environ, **streams
-        The command line of the script, its environment, and arguments of `subprocess.Popen`.
+    `command` and `own` are the command and its arguments. `line`, `environ` and `streams` are the command line of the
+    script, its environment, and arguments of `subprocess.Popen`.
     """
     # With /proc, the file is anonymous, so that a killed command leaves no file behind.
     is_named = not os.path.exists("/proc/self/fd")

@@ -54,21 +54,11 @@ def training_environment(
 ) -> TrainingEnvironment:
     """Return the variables for training on a machine. A variable that is already set is kept.
 
-    Parameters
-    ----------
-    environ : mapping
-        The environment before `nano-loop env` has exported anything.
-    preload : tuple of str
-        Names in `PRELOADS`. Their libraries are put before those in ``LD_PRELOAD``.
-    root : str or pathlib.Path
-        The folder of the system's libraries.
-    installs : bool
-        Whether each Python process accelerates its training.
+    `environ` is the environment before `nano-loop env` has exported anything. `preload` are names in `PRELOADS`, whose
+    libraries are put before those in ``LD_PRELOAD``. `root` is the folder of the system's libraries. `installs` is
+    whether each Python process accelerates its training.
 
-    Raises
-    ------
-    NanoConfigError
-        If a library was not found, or another allocator is preloaded.
+    Raises a `NanoConfigError` if a library was not found, or another allocator is preloaded.
     """
     made = TrainingEnvironment()
     made.set("OMP_NUM_THREADS", str(machine.num_threads), environ)
@@ -99,10 +89,7 @@ def exported(environ: Mapping[str, str], made: TrainingEnvironment) -> dict[str,
 def before_exports(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment as it was before `exported`.
 
-    Raises
-    ------
-    NanoConfigError
-        If the stored values are damaged.
+    Raises a `NanoConfigError` if the stored values are damaged.
     """
     before = {name: value for name, value in environ.items() if name != EXPORTS}
     for name, value in read_exports(environ).before.items():
@@ -152,20 +139,12 @@ def preloaded(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def find_library(stem: str, environ: Mapping[str, str], prefix: str, root: Path | str = "/") -> str | None:
-    """Return the absolute path of a library such as ``libjemalloc``, or None.
+    """Return the absolute path of a library, or None. `stem` is its name up to ``.so``, such as ``libjemalloc``.
 
-    Relative folders are omitted, since they would resolve differently from another working folder.
-
-    Parameters
-    ----------
-    stem : str
-        The name up to ``.so``.
-    environ : mapping
-        The environment, whose ``LD_LIBRARY_PATH`` and ``CONDA_PREFIX`` are searched.
-    prefix : str
-        The folder of this Python's environment, which is searched first: pip and conda install libraries there.
-    root : str or pathlib.Path
-        The root of the system's folders: ``/`` on a live machine.
+    The search begins in `prefix`, the folder of this Python's environment, since pip and conda install libraries there.
+    It continues in ``LD_LIBRARY_PATH`` and ``CONDA_PREFIX`` of `environ`. Relative folders are omitted, since they
+    would resolve differently from another working folder. `root` is the root of the system's folders: ``/`` on a live
+    machine.
     """
     tops = ("usr/local/lib", "usr/lib64", "usr/lib", "lib64", "lib")
     folders = [Path(prefix, "lib")]

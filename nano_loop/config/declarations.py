@@ -18,14 +18,8 @@ from nano_loop.config.precisions import PRECISIONS, PrecisionName
 class Need(NamedTuple):
     """A condition for an option to have an effect. If it is not met, an option set by the program is an error.
 
-    Attributes
-    ----------
-    of : str
-        The option that it depends on.
-    is_met : callable
-        Called with the values of all options, and "cpus", the number of CPUs of the host.
-    expected, hint : str
-        The last two parts of the message.
+    `of` is the option that it depends on. `is_met` is called with the values of all options, and "cpus", the number of
+    CPUs of the host. `expected` and `hint` are the last two parts of the message.
     """
 
     of: str
@@ -75,18 +69,10 @@ def option(
 ) -> Any:
     """Declare an option. The field defines its name and type.
 
-    Parameters
-    ----------
-    default : object
-        The default value.
-    check : callable
-        A check from `nano_loop.config.option_checks`, which defines the allowed values, including ``"auto"``.
-    help : str
-        A description for docstrings and `docs/options.md`.
-    changes_bits : bool
-        Whether it can change a bit of the results of plain torch in fp32. With ``exact=True`` its value is in `EXACT`.
-    needs : Need, optional
-        A condition for it to have an effect.
+    `check` is from `nano_loop.config.option_checks`, and defines the allowed values, including ``"auto"``. `help` is a
+    description for docstrings and `docs/options.md`. `changes_bits` is whether the option can change a bit of the
+    results of plain torch in fp32. With ``exact=True`` its value is in `EXACT`. `needs` is a condition for it to have
+    an effect.
     """
     metadata = {"check": check, "help": help, "changes_bits": changes_bits, "needs": needs}
     return field(default=default, metadata=metadata)

@@ -30,10 +30,7 @@ class Exports(NamedTuple):
 def read_exports(environ: Mapping[str, str]) -> Exports:
     """Return the exports of this environment, which may be empty.
 
-    Raises
-    ------
-    NanoConfigError
-        If the variable is not in the format of `nano-loop env`.
+    Raises a `NanoConfigError` if the variable is not in the format of `nano-loop env`.
     """
     text = environ.get(EXPORTS)
     if text is None:
@@ -86,10 +83,7 @@ def option_of(variable: str) -> str:
 def kernels_choice(environ: Mapping[str, str]) -> str | None:
     """Return the value of `KERNELS`; None if it is not set.
 
-    Raises
-    ------
-    NanoConfigError
-        If the value is not allowed.
+    Raises a `NanoConfigError` if the value is not allowed.
     """
     text = environ.get(KERNELS, "")
     choice = text.strip().lower()
@@ -105,21 +99,9 @@ def read_options(
 ) -> tuple[dict[str, tuple[str, Any]], dict[str, str]]:
     """Return the options that are set in the environment, and the variables that match no option.
 
-    Parameters
-    ----------
-    environ : mapping
-        The environment.
-    checks : mapping
-        The check of each option, by name. It determines how the text is parsed.
-    named : callable
-        Returns the user's name of an option: its variable or its flag.
-
-    Returns
-    -------
-    dict
-        By option name: the user's text, such as ``NANO_LOOP_PRECISION=bf16``, and the value.
-    dict
-        By name of an unknown variable: the user's text.
+    The first dict has the user's text, such as ``NANO_LOOP_PRECISION=bf16``, and the value by option name. The second
+    has the user's text by name of an unknown variable. The check of each option determines how the text is parsed.
+    `named` returns the user's name of an option: its variable or its flag.
     """
     variables = {variable_of(option): option for option in checks}
     known, unknown = {}, {}

@@ -40,11 +40,8 @@ _LONGEST_FILE = 1 << 20  # bytes of a list of names
 def operators_of(name: str) -> tuple[str, ...]:
     """Return the ATen operators that a name denotes, such as ``softmax`` or ``mul.Tensor``; empty if unknown.
 
-    Parameters
-    ----------
-    name : str
-        ``"softmax"``, ``"F.softmax"``, ``"Tensor.mul"``, ``"torch.linalg.inv"``, ``"aten::addmm"``, ``"__add__"`` or
-        ``"truediv"``. ``"aten::mul.Tensor"`` denotes one overload, all others denote every overload.
+    Names are ``"softmax"``, ``"F.softmax"``, ``"Tensor.mul"``, ``"torch.linalg.inv"``, ``"aten::addmm"``, ``"__add__"``
+    or ``"truediv"``. ``"aten::mul.Tensor"`` denotes one overload, all others denote every overload.
     """
     exact = _ATEN.sub("", name)
     if exact != name:
@@ -72,10 +69,7 @@ def overloads_of(operator: str) -> list[tuple[str, Any]]:
 def read_names(path: Path) -> tuple[str, ...]:
     """Return the names in a file with one name per line and ``#`` before comments.
 
-    Raises
-    ------
-    OSError, UnicodeDecodeError
-        If the file cannot be read, is not a regular file, or is too long.
+    Raises an `OSError` or a `UnicodeDecodeError` if the file cannot be read, is not a regular file, or is too long.
     """
     if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device, which may block or never end
         raise OSError(errno.EINVAL, "it is not a regular file")

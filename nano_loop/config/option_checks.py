@@ -281,14 +281,9 @@ def _takes_nothing(value: Callable[..., Any]) -> bool:
 
 
 def contradictions(values: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """Return a message for each contradiction between two options.
+    """Return a message for each contradiction between two options, given the valid options only.
 
-    Parameters
-    ----------
-    values : mapping
-        The valid options only.
-    names : mapping
-        The name that the user used for each option, such as its environment variable.
+    `names` has the name that the user used for each option, such as its environment variable.
     """
     problems = []
     shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1

@@ -27,19 +27,11 @@ _CLOSE = 0.75
 class Options(Declarations):
     """The options of a run, validated and normalized.
 
-    Attributes
-    ----------
-    as_written : dict
-        Each option as the user wrote it.
-    from_environment : tuple of str
-        The environment variables that overrode arguments, with their values.
-    learnt : dict
-        The options that `nano-loop tune` has found, as text.
+    `as_written` has each option as the user wrote it. `from_environment` has the environment variables that overrode
+    arguments, with their values. `learnt` has the options that `nano-loop tune` has found, as text.
 
-    Raises
-    ------
-    NanoConfigError
-        If options are invalid. The message lists each one with its value, the allowed values, and what to do.
+    Raises a `NanoConfigError` if options are invalid. The message lists each one with its value, the allowed values,
+    and what to do.
     """
 
     as_written: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -61,14 +53,8 @@ class Options(Declarations):
     ) -> Options:
         """Create the options of a call. The environment overrides the arguments.
 
-        Parameters
-        ----------
-        arguments : mapping
-            The arguments by name, including names that are not options.
-        environ : mapping
-            The environment, with options as ``NANO_LOOP_<OPTION>``.
-        named : callable
-            Returns the name of an environment's option in messages.
+        The arguments may include names that are not options. The environment has options as ``NANO_LOOP_<OPTION>``.
+        `named` returns the name of an environment's option in messages.
         """
         overriding, unknown = read_options(environ, CHECKS, named)
         values = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
@@ -90,10 +76,7 @@ class Options(Declarations):
     def changed(self, values: Mapping[str, Any]) -> Options:
         """Return the options with some values changed.
 
-        Raises
-        ------
-        NanoConfigError
-            If a value is not allowed, or contradicts another option.
+        Raises a `NanoConfigError` if a value is not allowed, or contradicts another option.
         """
         options = Options(**self.as_dict() | dict(values))
         return options._with(from_environment=self.from_environment, learnt=self.learnt)
@@ -115,15 +98,9 @@ class Options(Declarations):
     def refuse_idle(self, cpus: int, is_launched: bool) -> None:
         """Raise a `NanoConfigError` if the program sets an option that cannot have an effect.
 
-        Options from the environment are not checked, since they may not be the program's, and neither is the number of
-        processes if torchrun has started them.
-
-        Parameters
-        ----------
-        cpus : int
-            The number of CPUs of the host.
-        is_launched : bool
-            Whether an external launcher started the processes.
+        Options from the environment are not checked, since they may not be the program's. The number of processes is
+        not checked if an external launcher, such as torchrun, has started them (`is_launched`). `cpus` is the number of
+        CPUs of the host.
         """
         values = self.as_dict() | {"cpus": cpus}
         of_others = self.set_by_environment | ({"num_processes"} if is_launched else set())

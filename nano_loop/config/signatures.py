@@ -73,12 +73,8 @@ def documented(owner: _T) -> _T:
 def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `function` by name. Arguments of BigDL-Nano without effect are removed, with a warning.
 
-    Call it from `function` itself, so that the warning points to the line that called `function`.
-
-    Raises
-    ------
-    TypeError
-        If there are too many positional arguments, or one of them is also passed by name.
+    Call it from `function` itself, so that the warning points to the line that called `function`. Raises a `TypeError`
+    if there are too many positional arguments, or one of them is also passed by name.
     """
     positional = [
         parameter.name for parameter in _parameters_of(function) if parameter.kind is parameter.POSITIONAL_OR_KEYWORD

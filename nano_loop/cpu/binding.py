@@ -24,21 +24,13 @@ _MOST_ROUNDS = 100
 
 @contextmanager
 def bound(cpus: Collection[int]) -> Iterator[None]:
-    """Run the body with every thread of this process on `cpus`.
+    """Run the body with every thread of this process on `cpus`, the ids of logical CPUs.
 
-    On exit, the mask of each thread is restored, and threads that were started in the body get the previous mask of the
-    calling thread. A mask that the kernel rejects, because the cpuset has shrunk, is not restored. The context has no
-    effect if threads cannot be bound (macOS, no /proc).
+    Ids outside the cpuset are ignored if others are inside. On exit, the mask of each thread is restored, and threads
+    that were started in the body get the previous mask of the calling thread. A mask that the kernel rejects, because
+    the cpuset has shrunk, is not restored. The context has no effect if threads cannot be bound (macOS, no /proc).
 
-    Parameters
-    ----------
-    cpus : collection of int
-        Ids of logical CPUs. Ids outside the cpuset are ignored if others are inside.
-
-    Raises
-    ------
-    NanoError
-        If the kernel rejects the mask. All masks are restored first.
+    Raises a `NanoError` if the kernel rejects the mask. All masks are restored first.
     """
     if not _can_bind():
         yield

@@ -16,12 +16,8 @@ _one_at_a_time = threading.RLock()  # the process has only one such descriptor
 def without_lines(descriptor: int, part: bytes) -> Iterator[None]:
     """Buffer the output to a file descriptor, and write it on exit without the lines that contain `part`.
 
-    Parameters
-    ----------
-    descriptor : int
-        1 for standard output, or 2 for standard error. It is changed for all threads, so the body should be short.
-    part : bytes
-        Text in the unwanted lines.
+    The descriptor is 1 for standard output, or 2 for standard error. It is changed for all threads, so the body should
+    be short.
     """
     with _one_at_a_time, ExitStack() as stack:
         held = None

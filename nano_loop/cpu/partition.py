@@ -40,26 +40,12 @@ class Share:
 def partition(machine: Machine, num_processes: int, cores_each: int | None = None) -> tuple[Share, ...]:
     """Return equal shares, by default with as many cores as the affinity, the cpuset and the quota allow.
 
-    Efficiency cores of a hybrid machine are used only if there are fewer performance cores than processes.
+    There is one share for each of the processes on this host, and shares are disjoint. `num_processes` is at least 1.
+    `cores_each` is the number of physical cores of each share. `machine` is the host, limited to the CPUs of the
+    process that starts the others. Efficiency cores of a hybrid machine are used only if there are fewer performance
+    cores than processes.
 
-    Parameters
-    ----------
-    machine : Machine
-        The host, limited to the CPUs of the process that starts the others.
-    num_processes : int
-        The number of processes on this host, at least 1.
-    cores_each : int, optional
-        The number of physical cores of each share.
-
-    Returns
-    -------
-    tuple of Share
-        One share for each process. Shares are disjoint.
-
-    Raises
-    ------
-    NanoConfigError
-        If the shares need more physical cores than there are within the quota.
+    Raises a `NanoConfigError` if the shares need more physical cores than there are within the quota.
     """
     num_cores = num_processes * (cores_each or 1)
     if num_cores > machine.num_threads:
@@ -93,32 +79,15 @@ def process_counts(machine: Machine) -> tuple[int, ...]:
 
 
 def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]) -> tuple[Share, ...]:
-    """Return the shares for the user's lists of CPUs.
+    """Return the shares for the user's lists of CPUs: one share for each list of CPU ids, in the same order.
 
-    If a list contains several siblings of a core, the first one is used for computation and the others for `DataLoader`
-    workers. If it contains none of these others, the workers use the allowed siblings that are in no list.
+    Duplicates in a list are ignored. If a list contains several siblings of a core, the first one is used for
+    computation and the others for `DataLoader` workers. If it contains none of these others, the workers use the
+    allowed siblings that are in no list. `machine` is the host, limited to the CPUs of this process.
 
-    Parameters
-    ----------
-    machine : Machine
-        The host, limited to the CPUs of this process.
-    cpu_for_each_process : sequence of sequences of int
-        A list of CPU ids for each process. Duplicates in a list are ignored.
-
-    Returns
-    -------
-    tuple of Share
-        One share for each list, in the same order.
-
-    Raises
-    ------
-    NanoConfigError
-        If a CPU is in two lists, or this process may use no CPU of a list. The message lists all problems.
-
-    Warns
-    -----
-    NanoWarning
-        If CPUs are omitted because they do not exist or this process may not use them. The message lists them.
+    Raises a `NanoConfigError` if a CPU is in two lists, or this process may use no CPU of a list. The message lists all
+    problems. Warns with a `NanoWarning` if CPUs are omitted because they do not exist or this process may not use them.
+    The message lists them.
     """
     allowed = set(machine.allowed)
     lists = [[cpu for cpu in dict.fromkeys(cpus) if cpu in allowed] for cpus in cpu_for_each_process]

@@ -28,10 +28,7 @@ def process_start() -> float:
 def end_with(parent: int) -> None:
     """Let the system kill this process when its parent ends. Only Linux supports this.
 
-    Parameters
-    ----------
-    parent : int
-        The process ID of the parent. If it has already ended, this process ends immediately.
+    `parent` is the process ID of the parent. If it has already ended, this process ends immediately.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -63,12 +60,8 @@ def resident_memory() -> int | None:
 def memory_left(tree: Tree, is_live: bool = True) -> dict[str, int]:
     """Return the bytes that this process may still allocate, by the kind of limit.
 
-    Parameters
-    ----------
-    tree : Tree
-        The root of ``/proc`` and ``/sys``.
-    is_live : bool
-        Whether they belong to this machine, so that the limits of this process are known.
+    `tree` is the root of ``/proc`` and ``/sys``. `is_live` is whether they belong to this machine, so that the limits
+    of this process are known.
     """
     fields = tree.sizes("/proc/meminfo")
     left = {}
@@ -90,15 +83,10 @@ BUSY = 0.2
 
 
 class Waits:
-    """The waits since the creation of this object.
+    """The waits of this process's threads since the creation of this object.
 
     A thread waits if it could run but other programs or threads use the CPUs. Threads that sleep or wait for a file do
-    not count.
-
-    Parameters
-    ----------
-    tasks : pathlib.Path
-        The folder with the threads of this process.
+    not count. `tasks` is the folder with the threads.
     """
 
     def __init__(self, tasks: Path = _TASKS) -> None:

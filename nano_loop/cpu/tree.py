@@ -53,12 +53,8 @@ class Tree:
     """The files below a root folder. Missing, unreadable or damaged files read as empty.
 
     Containers, sandboxes and virtual machines may hide or damage any part of /proc and /sys, and a training run must
-    still start. So no method of this class raises, and callers need no error handling.
-
-    Parameters
-    ----------
-    root : str or pathlib.Path
-        The folder that contains ``proc`` and ``sys``: ``/`` on a live machine.
+    still start. So no method of this class raises, and callers need no error handling. The root contains ``proc`` and
+    ``sys``: it is ``/`` on a live machine.
     """
 
     def __init__(self, root: Path | str) -> None:

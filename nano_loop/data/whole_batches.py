@@ -113,10 +113,7 @@ Positions = np.ndarray[Any, np.dtype[np.int64]]
 class WholeBatches(Dataset[Any]):
     """A dataset that returns a whole batch for the positions of its samples.
 
-    Parameters
-    ----------
-    dataset : torch.utils.data.Dataset
-        A dataset whose `leaves_of` are all supported. They are read for each batch, since the loop may change them.
+    All `leaves_of` the dataset must be supported. They are read for each batch, since the loop may change them.
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -35,10 +35,7 @@ class BoundWorker:
 def advice_of_plain_run(cpus: int) -> AbstractContextManager[None]:
     """Make loaders warn only about more workers than CPUs before the binding, as in a plain run.
 
-    Parameters
-    ----------
-    cpus : int
-        The CPUs that the process may use when it is not bound.
+    `cpus` is the number of CPUs that the process may use when it is not bound.
     """
 
     def make(check: Callable[[DataLoader[Any]], None]) -> Callable[[DataLoader[Any]], None]:

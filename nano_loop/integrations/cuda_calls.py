@@ -123,10 +123,8 @@ def _instead(replacement: Callable[..., Any], original: Any) -> Any:
 def _on_cpu(value: Any) -> Any:
     """Return the CPU for a GPU device, also in dicts, and a CPU tensor type for a GPU tensor type.
 
-    Parameters
-    ----------
-    value : object
-        An argument of a call, such as ``"cuda:0"`` or ``torch.device("cuda")``. All others are returned unchanged.
+    `value` is an argument of a call, such as ``"cuda:0"`` or ``torch.device("cuda")``. All others are returned
+    unchanged.
     """
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value

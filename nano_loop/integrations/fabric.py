@@ -66,11 +66,6 @@ class OwnPrecision(Precision):
     """Autocast for ``Fabric.autocast()`` only.
 
     Fabric's own plugins also cast inputs, reject a plain ``loss.backward()``, and treat fp16 as bf16.
-
-    Parameters
-    ----------
-    kind : PrecisionKind
-        The precision.
     """
 
     def __init__(self, kind: PrecisionKind) -> None:

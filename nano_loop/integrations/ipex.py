@@ -96,12 +96,8 @@ class Ipex(Step):
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         """Return None: a request for IPEX is either honoured or an error.
 
-        Raises
-        ------
-        ImportError
-            If IPEX is not installed.
-        NanoConfigError
-            If IPEX does not support this version of torch or this CPU.
+        Raises an `ImportError` if IPEX is not installed, and a `NanoConfigError` if it does not support this version of
+        torch or this CPU.
         """
         self._check_instructions()
         self._check_version()

@@ -20,13 +20,8 @@ def leaving_no_trace(library: str, *replaced: tuple[Any, str]) -> Iterator[None]
 
     It has no effect if the library is already imported: the user has imported it, with its effects.
 
-    Parameters
-    ----------
-    library : str
-        The name of its module and its logger.
-    *replaced : tuple of object and str
-        Attributes that the import replaces, each as an owner and a name. Attributes that were inherited are inherited
-        again.
+    `library` is the name of its module and its logger. `replaced` are attributes that the import replaces, each as an
+    owner and a name. Attributes that were inherited are inherited again.
     """
     if library in sys.modules:
         yield

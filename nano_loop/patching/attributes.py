@@ -45,10 +45,7 @@ class _Replacement(NamedTuple):
 class _ReplacedMethod:
     """A class attribute that binds a replacement to instances but returns the original for the class and picklers.
 
-    Parameters
-    ----------
-    original, replacement : function
-        `torch.compile` traces the replacement only if it is a plain function.
+    `torch.compile` traces the replacement only if it is a plain function.
     """
 
     def __init__(self, original: FunctionType, replacement: FunctionType) -> None:
@@ -75,16 +72,12 @@ _suspension = threading.RLock()
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """Replace ``owner.name`` until the last user of the replacement has exited.
 
-    Parameters
-    ----------
-    owner : type or module
-        Subclasses of a class inherit the replacement.
-    name : str
-        The name of the attribute. If a class inherits it, the replacement is set on the class itself. For methods, a
-        user's class returns the original, as in ``Net.score(model, x)``.
-    make : callable
-        Accepts the attribute, as returned by ``getattr(owner, name)``, or None if it does not exist, and returns the
-        replacement. It is called for the first user only, so use the same `make` for all replacements of an attribute.
+    `owner` is a class or a module. Subclasses of a class inherit the replacement. If a class inherits the attribute,
+    the replacement is set on the class itself. For methods, a user's class returns the original, as in
+    ``Net.score(model, x)``.
+
+    `make` accepts the attribute, as returned by ``getattr(owner, name)``, or None if it does not exist, and returns the
+    replacement. It is called for the first user only, so use the same `make` for all replacements of an attribute.
     """
     return shared_change((owner, name), lambda: _replaced(owner, name, make))
 

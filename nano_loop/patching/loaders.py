@@ -32,12 +32,7 @@ Start = Callable[[], Iterator[Any]]
 class ClassIteration:
     """The iteration of a loader by its class's own ``__iter__``.
 
-    Parameters
-    ----------
-    proxy : _LoaderProxy
-        The copy of the loader.
-    start : callable
-        Returns the class's iterator.
+    `proxy` is the copy of the loader, and `start` returns the class's iterator.
     """
 
     def __init__(self, proxy: _LoaderProxy, start: Start) -> None:
@@ -138,13 +133,8 @@ def implicit_loaders_changed(
 
     They are not kept alive. Forked child processes are not affected.
 
-    Parameters
-    ----------
-    find : callable
-        Accepts a loader and returns its change, or None. It is called whenever the loader is iterated or its length is
-        taken, until it returns a change. It may call `changed` instead.
-    in_all_threads : bool
-        Whether loaders that other threads use are changed as well.
+    `find` accepts a loader and returns its change, or None. It is called whenever the loader is iterated or its length
+    is taken, until it returns a change. It may call `changed` instead.
     """
     finding = _Finding(find, in_all_threads)
     with _loaders_intercepted(), closing(finding), listening(implicit_loaders_changed, finding):

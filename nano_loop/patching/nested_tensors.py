@@ -22,21 +22,14 @@ _REBUILT = (tuple, frozenset, MappingProxyType, functools.partial)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `function` to every tensor in `value`.
+    """Apply `function` to every tensor in `value`, which is never modified.
 
-    Parameters
-    ----------
-    function : callable
-        Accepts a tensor and returns a tensor, or the same object for no change.
-    value : object
-        A tensor, or arbitrarily nested tuples (including named tuples), lists, sets, mappings, dataclasses and
-        namespaces of tensors. Other objects are returned unchanged.
+    `function` accepts a tensor and returns a tensor, or the same object for no change. `value` is a tensor, or
+    arbitrarily nested tuples (including named tuples), lists, sets, mappings, dataclasses and namespaces of tensors.
+    Other objects are returned unchanged.
 
-    Returns
-    -------
-    object
-        `value` itself if no tensor changed. Otherwise, the containers of changed tensors are copied, preserving their
-        classes. `value` is never modified.
+    Returns `value` itself if no tensor changed. Otherwise, the containers of changed tensors are copied, preserving
+    their classes.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -113,10 +106,7 @@ class Substitution:
     place, because other code may hold references and write to them. Tuples and other frozen containers are copied.
     Other objects are not traversed.
 
-    Parameters
-    ----------
-    function : callable
-        Accepts a tensor and returns its substitute, or the same object for no change.
+    `function` accepts a tensor and returns its substitute, or the same object for no change.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -95,13 +95,9 @@ class _Place:
 def ruled(operators: frozenset[str], otherwise: Callable[..., Any]) -> AbstractContextManager[None]:
     """Let the rules of calls decide about operators under autocast, including operators without a function.
 
-    Parameters
-    ----------
-    operators : frozenset of str
-        ATen operators with their overloads, such as ``softmax.int``.
-    otherwise : callable
-        Computes an operator as torch does if torch has no autocast kernel or cannot return it. It accepts the operator,
-        the dispatch key set, and the operator's arguments.
+    The operators are ATen operators with their overloads, such as ``softmax.int``. `otherwise` computes an operator as
+    torch does if torch has no autocast kernel or cannot return it. It accepts the operator, the dispatch key set, and
+    the operator's arguments.
     """
     return overridden_together(
         operators, lambda: {operator: _Place(operator, otherwise) for operator in operators}, AUTOCAST
@@ -113,16 +109,12 @@ def overridden(
 ) -> AbstractContextManager[None]:
     """Replace a kernel in torch's dispatcher by a function, in the whole process.
 
-    Parameters
-    ----------
-    operator : str
-        The ATen operator with its overload, such as ``bernoulli_.float``.
-    make : callable
-        Accepts torch's kernel, or None if torch cannot return it (see `gives_kernels`), and returns the function. Both
-        accept the dispatch key set, followed by the operator's arguments. `make` is called for the first user only, so
-        use the same `make` for all replacements of a kernel.
-    dispatch_key : str
-        The dispatch key of the kernel, such as ``CPU``.
+    `operator` is the ATen operator with its overload, such as ``bernoulli_.float``. `dispatch_key` is the dispatch key
+    of the kernel, such as ``CPU``.
+
+    `make` accepts torch's kernel, or None if torch cannot return it (see `gives_kernels`), and returns the function.
+    Both accept the dispatch key set, followed by the operator's arguments. `make` is called for the first user only, so
+    use the same `make` for all replacements of a kernel.
     """
 
     def functions() -> dict[str, Callable[..., Any]]:

@@ -20,12 +20,8 @@ _tables: dict[str, dict[Any, Any] | list[Any] | set[Any]] = {}
 def process_wide(name: str, table: Table) -> Table:
     """Register and return a table of process-wide state, which is empty when no run is active.
 
-    Parameters
-    ----------
-    name : str
-        A description of its contents.
-    table : dict, list or set
-        A plain container: access costs nothing extra, and `torch.compile` can trace it.
+    `name` describes its contents. The table is a plain dict, list or set: access costs nothing extra, and
+    `torch.compile` can trace it.
     """
     _tables[name] = table
     return table

@@ -28,14 +28,7 @@ def has_tensor_hooks(tensor: torch.Tensor) -> bool:
 def is_seen_by_program(view: torch.Tensor, result: torch.Tensor) -> bool:
     """Whether the backward runs code of the program, or keeps a gradient for it, between a view of a result and it.
 
-    Hooks of nodes are not noticed.
-
-    Parameters
-    ----------
-    view : torch.Tensor
-        A tensor that shares memory with the result, or the result itself.
-    result : torch.Tensor
-        A tensor.
+    The view shares memory with the result, or is the result itself. Hooks of nodes are not noticed.
     """
     if not view.requires_grad:
         return False
@@ -61,14 +54,9 @@ def graph_task() -> int:
 
 
 def reaches(leaf: Any) -> bool:
-    """Whether the current backward of this thread reaches a leaf of the graph.
+    """Whether the current backward of this thread reaches a leaf of the graph. torch has no public check.
 
-    torch has no public check.
-
-    Parameters
-    ----------
-    leaf : torch.autograd.graph.Node
-        The node that accumulates the gradient of a leaf. The leaf must not be in the ``inputs`` of the backward.
+    `leaf` is the node that accumulates the gradient of a leaf. The leaf must not be in the ``inputs`` of the backward.
     """
     return bool(torch._C._will_engine_execute_node(leaf))
 

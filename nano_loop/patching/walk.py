@@ -15,16 +15,8 @@ def walk(
 ) -> Iterator[Any]:
     """Yield objects, then their contents, and so on. Cycles are allowed.
 
-    Parameters
-    ----------
-    start : iterable
-        The first objects.
-    contents : callable
-        Accepts an object and returns its contents; empty for objects that are not traversed.
-    depth : int
-        The maximum distance of an object from the first ones.
-    most : int
-        The maximum number of objects.
+    `contents` returns the contents of an object; they are empty for objects that are not traversed. `depth` is the
+    maximum distance of an object from those in `start`, and `most` is the maximum number of objects.
     """
     seen: dict[int, Any] = {}  # kept alive, so that their ids are not reused
     level = start

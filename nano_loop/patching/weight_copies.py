@@ -32,14 +32,9 @@ from nano_loop.patching.torch_private import (
 
 
 class Unwritten(NamedTuple):
-    """The state of a weight when it was marked.
+    """The state of a weight when it was marked: its storage, its location in this memory, and its version.
 
-    Attributes
-    ----------
-    memory : weakref.ref
-        Its storage. The weight itself is not referenced, not even weakly: `torch.utils.swap_tensors` rejects that.
-    place : tuple
-        Its location in the memory, and its version.
+    The weight itself is not referenced, not even weakly: `torch.utils.swap_tensors` rejects that.
     """
 
     memory: weakref.ref[torch.UntypedStorage]
@@ -68,14 +63,9 @@ def takes_mark(weight: Tensor) -> bool:
 
 
 def marked(weight: Tensor, freed: Callable[[Any], None] | None = None) -> Unwritten | None:
-    """Mark the memory of a weight, or return None if writes could go undetected.
+    """Mark the memory of a strided CPU tensor, or return None if writes could go undetected.
 
-    Parameters
-    ----------
-    weight : torch.Tensor
-        A strided CPU tensor.
-    freed : callable, optional
-        Called when the memory is freed.
+    `freed` is called when the memory is freed.
     """
     if not has_lone_storage(weight):
         return None
@@ -88,10 +78,7 @@ def marked(weight: Tensor, freed: Callable[[Any], None] | None = None) -> Unwrit
 class WeightCopies:
     """Copies of weights, each with a mark that shows whether it is still valid.
 
-    Parameters
-    ----------
-    convert : callable
-        Copies a weight. It must only read it.
+    `convert` copies a weight. It must only read it.
     """
 
     def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:

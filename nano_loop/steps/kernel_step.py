@@ -61,16 +61,10 @@ class Kernels(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A step that replaces kernels.
+    """A step that replaces kernels. `name` is the name of the step and of its option.
 
-    Attributes
-    ----------
-    name : str
-        The name of the step and of its option.
-    kernels, in_fp32 : Kernels
-        The kernels in reduced precision, and in fp32, or None.
-    is_for_all_code : bool
-        Whether the kernels are replaced for all code in every precision, even if no model seems to call them.
+    `kernels` are for reduced precision. `in_fp32` are for fp32, or None. `is_for_all_code` is whether the kernels are
+    replaced for all code in every precision, even if no model seems to call them.
     """
 
     name: str

@@ -29,25 +29,11 @@ _DETERMINISTIC = "torch.use_deterministic_algorithms is on"
 class LayoutTrial:
     """The layout of a model: a guess, until both layouts have been timed with the loop's first batch.
 
-    Random states, buffers, gradients and variables of the loop do not change.
+    The model does not change, and neither do random states, buffers, gradients and variables of the loop. `accelerated`
+    is called with a copy of the model and ``channels_last``. It returns a context in which the copy is accelerated.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model. It is not changed.
-    options : Options
-        The options of the run.
-    accelerated : callable
-        Called with a copy of the model and ``channels_last``. Returns a context in which the copy is accelerated.
-
-    Attributes
-    ----------
-    model : weakref.ref
-        The model, while the loop holds it.
-    guess : bool
-        Whether the model starts in NHWC.
-    recorded : RecordedCalls or None
-        The calls of the loop's first step, which are repeated. None if nothing is timed.
+    The attribute `model` is a weak reference to the model. `guess` is whether the model starts in NHWC. `recorded` has
+    the calls of the loop's first step, which are repeated. It is None if nothing is timed.
     """
 
     def __init__(
@@ -66,17 +52,10 @@ class LayoutTrial:
         return self._result or f"{_name(self.guess)}, not timed: {reason or 'no step has followed a backward'}"
 
     def run(self, tensors: Iterable[Tensor]) -> bool | None:
-        """Time both layouts if there are calls with gradients.
+        """Return whether NHWC is faster. Both layouts are timed if there are calls with gradients.
 
-        Parameters
-        ----------
-        tensors : iterable of torch.Tensor
-            The parameters and buffers of the loop, which the copies may access.
-
-        Returns
-        -------
-        bool or None
-            Whether NHWC is faster. None if there is nothing to time, or it was already timed, or timing failed.
+        `tensors` are the parameters and buffers of the loop, which the copies may access. Returns None if there is
+        nothing to time, or it was already timed, or timing failed.
         """
         if self.recorded is None or not self.recorded.is_ready:
             return None

@@ -71,13 +71,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class CastLog:
-    """The casts of one step.
-
-    Attributes
-    ----------
-    rows : tuple of Logged
-        Sorted by the bytes that their casts moved.
-    """
+    """The casts of one step. The rows are sorted by the bytes that their casts moved."""
 
     rows: tuple[Logged, ...]
 
@@ -109,12 +103,7 @@ class CastRecorder:
     """Records the casts of this thread from its creation until `finish` or `close`.
 
     Every cast ends in ``aten::copy_``, below autocast and autograd. We replace it there, so that composite operators
-    and scripted modules compute as without a log.
-
-    Parameters
-    ----------
-    names : mapping of int to str
-        The names of the modules to record, by id.
+    and scripted modules compute as without a log. `names` are the names of the modules to record, by id.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:

@@ -185,14 +185,8 @@ def _with_torchs_states(original: Callable[[Optimizer], dict[str, Any]]) -> Call
 class WideWeights:
     """The split weights of an optimizer, which are fp32 during its steps unless those run in C.
 
-    Parameters
-    ----------
-    weights : SplitWeights or None
-        The split weights of the run. None if no weights are split.
-    steps : SplitSteps or None
-        The steps in C.
-    error : callable or None
-        Returns the error for an optimizer whose step is not in C, and a reason. None if that is allowed.
+    `weights` is None if no weights are split. `error` returns the error for an optimizer whose step is not in C, given
+    that optimizer and a reason. It is None if such optimizers are allowed.
     """
 
     def __init__(

@@ -45,16 +45,9 @@ _PAYS, _WINS, ROUNDS = 1.03, 0.6, 16
 class _Kind(NamedTuple):
     """A kind of products, which are computed in the same way.
 
-    Attributes
-    ----------
-    name : str
-        A key of `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS`.
-    overrides : tuple of Override
-        The replacements of torch's kernels, only for this kind. Empty for LSTMs, which `fast_rnn` replaces.
-    is_for : callable
-        Whether a model may have large products of this kind.
-    kernel : CompiledKernel or None
-        The kernel that is required to round to bf16, or None.
+    `name` is a key of `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS`. `overrides` are the replacements of
+    torch's kernels only for this kind; LSTMs have none, since `fast_rnn` replaces theirs. `is_for` returns whether a
+    model may have large products of this kind. `kernel` is the kernel that is required to round to bf16, or None.
     """
 
     name: str

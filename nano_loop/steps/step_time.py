@@ -50,15 +50,7 @@ class StepTime(Step):
 
 
 class StepTimes:
-    """The times of one optimizer's steps, from the end of one to the end of the next.
-
-    Parameters
-    ----------
-    clock : StepClock
-        The clock of its run.
-    optimizer : torch.optim.Optimizer
-        The optimizer.
-    """
+    """The times of one optimizer's steps, from the end of one to the end of the next, by the clock of its run."""
 
     def __init__(self, clock: StepClock, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)

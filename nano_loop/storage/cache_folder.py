@@ -55,12 +55,7 @@ def inductor_folder() -> str:
 class JsonFile:
     """A JSON object in a file that other processes may also write and that may be damaged.
 
-    Parameters
-    ----------
-    path : pathlib.Path or None
-        The file. None if nothing is stored.
-    version : int
-        The version of the format. A file with another version counts as empty.
+    Nothing is stored if `path` is None. A file with another format version counts as empty.
     """
 
     def __init__(self, path: Path | None, version: int) -> None:

@@ -30,19 +30,9 @@ _OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that are 
 def open_folder(path: str | Path, *, private: bool = False) -> int:
     """Return the descriptor of a folder of this user that nobody else can write to or replace.
 
-    Parameters
-    ----------
-    path : str or pathlib.Path
-        Links are followed, except in the last part.
-    private : bool
-        Whether others may not read it either.
-
-    Raises
-    ------
-    OSError
-        If it cannot be opened.
-    NanoError
-        If another user can change or replace it, or it is not a folder.
+    Links are followed, except in the last part of the path. `private` is whether others may not read the folder either.
+    Raises an `OSError` if it cannot be opened, and a `NanoError` if another user can change or replace it, or it is not
+    a folder.
     """
     parent, name = os.path.split(os.path.abspath(path))
     above = _open_part(parent)
@@ -60,10 +50,7 @@ def open_folder(path: str | Path, *, private: bool = False) -> int:
 def resolved(path: str | Path) -> Path:
     """Return the path of a folder with links resolved. No other user may own a link or be able to replace it.
 
-    Raises
-    ------
-    OSError, NanoError
-        See `open_folder`.
+    Raises an `OSError` or a `NanoError`; see `open_folder`.
     """
     descriptor, place = _walked(path)
     os.close(descriptor)
@@ -83,23 +70,9 @@ def opened_folder(path: str | Path) -> Iterator[int]:
 def open_file(name: str, folder: int | None = None, flags: int = os.O_RDONLY, *, private: bool = False) -> int:
     """Return the descriptor of a regular file of this user that nobody else can write to.
 
-    Parameters
-    ----------
-    name : str
-        The name or path of the file.
-    folder : int or None
-        The descriptor of its folder.
-    flags : int
-        Flags of ``os.open``.
-    private : bool
-        Whether others may not read it either.
-
-    Raises
-    ------
-    OSError
-        If it cannot be opened.
-    NanoError
-        If it is not a regular file, such as a link or a pipe, or another user can change it.
+    `name` is its name in the folder with the descriptor `folder`, or its path. `flags` are those of ``os.open``.
+    `private` is whether others may not read the file either. Raises an `OSError` if it cannot be opened, and a
+    `NanoError` if another user can change it or it is not a regular file, such as a link or a pipe.
     """
     try:
         descriptor = os.open(name, flags | _FILE, 0o600, dir_fd=folder)
@@ -148,14 +121,8 @@ def path_of(descriptor: int, path: str | Path) -> Path:
 def trusted_parent(parents: Iterable[Path | None]) -> Path:
     """Return the first folder in which this user can write and nobody else can replace this user's files.
 
-    Others may have files there if the folder has the sticky bit, like ``/tmp``.
-
-    Raises
-    ------
-    NanoError
-        If there is none. The message names the last one.
-    OSError
-        If this process cannot open any folder.
+    Others may have files there if the folder has the sticky bit, like ``/tmp``. Raises a `NanoError` if there is none;
+    the message names the last one. Raises an `OSError` if this process cannot open any folder.
     """
     error: Exception | None = None
     for parent in filter(None, parents):
@@ -178,12 +145,8 @@ def trusted_parent(parents: Iterable[Path | None]) -> Path:
 def make_folder(prefix: str, parents: Iterable[Path | None]) -> Path:
     """Create a folder only for this user in the first suitable parent; see `trusted_parent`.
 
-    Raises
-    ------
-    OSError
-        If it cannot be created.
-    NanoError
-        If another user could replace it, or the umask removes this user's own permissions.
+    Raises an `OSError` if it cannot be created, and a `NanoError` if another user could replace it, or the umask
+    removes this user's own permissions.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=trusted_parent(parents)))
     if not _is_allowed(folder, os.R_OK | os.W_OK | os.X_OK):

@@ -24,14 +24,8 @@ _FEW = 4  # cores: with more, one thread is never the fastest for a step that is
 def candidates(options: Options, machine: Machine, fixed: Collection[str], answer: Mapping[str, Any]) -> list[Changes]:
     """Return the changes that the candidates make to the user's options. Those that start slowly are last.
 
-    Parameters
-    ----------
-    options, machine
-        The user's options, and the machine.
-    fixed : collection of str
-        The options that must not change.
-    answer : mapping
-        The script's answer with the user's options; see `cli.tuning.in_script`.
+    `fixed` are the options that must not change. `answer` is the script's answer with the user's options; see
+    `cli.tuning.in_script`.
     """
     fixed = {*fixed, *EXACT, *_OF_ORDER} if options.exact else fixed
     if options.num_processes == "auto" and not options.exact:  # search only for this one

@@ -32,14 +32,9 @@ _SHORTEST, _LONGEST = 0.5, 5.0
 
 
 class Search:
-    """A search for the fastest options.
+    """A search for the fastest options, with a time limit of about `seconds`.
 
-    Parameters
-    ----------
-    script : Script
-        The script. Options set by its environment or the command line do not change.
-    seconds : float
-        The approximate time limit of the search.
+    Options set by the script's environment or the command line do not change.
     """
 
     def __init__(self, script: Script, seconds: float) -> None:
@@ -57,14 +52,8 @@ class Search:
     def run(self) -> Tuning:
         """Run the script with each candidate, and return the result; after Ctrl-C, the result so far.
 
-        Raises
-        ------
-        TrialFailedError
-            If the unchanged script fails.
-        NanoConfigError
-            If the script does not train or takes too few steps.
-        KeyboardInterrupt
-            If Ctrl-C is pressed before the unchanged script has run.
+        Raises a `TrialFailedError` if the unchanged script fails, a `NanoConfigError` if the script does not train or
+        takes too few steps, and a `KeyboardInterrupt` if Ctrl-C is pressed before the unchanged script has run.
         """
         say(f"{self._name} unchanged, for {_LONGEST:.0f} s of steps")
         self._begin(self._trial(self._own, _LONGEST))
@@ -248,14 +237,8 @@ _NOT_LEARNT = frozenset(("num_processes", "use_ipex", "compile"))
 def save_fastest(rows: Sequence[Row], options: Options, script: str) -> Iterator[str]:
     """Save the fastest options in each precision, and yield a line about each.
 
-    Parameters
-    ----------
-    rows : sequence of Row
-        The measured candidates, of which the first is the unchanged script.
-    options : Options
-        The options of the unchanged script.
-    script : str
-        See `nano_loop.runtime.settings.script_of_process`.
+    The first of the measured candidates is the unchanged script, and `options` are its options. For `script`, see
+    `nano_loop.runtime.settings.script_of_process`.
     """
     from nano_loop.runtime.settings import learn  # here, since it imports torch, which takes a second
 

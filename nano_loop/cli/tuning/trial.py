@@ -23,12 +23,7 @@ _FIRST, _QUIET = 600.0, 10
 class TrialFailedError(Exception):
     """The script ended or timed out before it had taken its steps.
 
-    Attributes
-    ----------
-    code : int or None
-        The exit code of the script; None if it timed out.
-    errors : str
-        Its output on standard error.
+    `code` is its exit code, or None if it timed out. `errors` is its output on standard error.
     """
 
     def __init__(self, words: str, code: int | None = None, errors: str = "") -> None:
@@ -37,19 +32,10 @@ class TrialFailedError(Exception):
 
 
 class Trials:
-    """Runs of a script, each in a new process.
+    """Runs of a script, each in a new process, with a time limit of `limit` seconds.
 
-    Parameters
-    ----------
-    script : Script
-        The script. Options set by its environment or the command line do not change.
-
-    Attributes
-    ----------
-    environ : dict
-        The environment of the script, without a candidate's options.
-    limit : float
-        The time limit of a run in seconds.
+    Options set by the script's environment or the command line do not change. `environ` is the environment of the
+    script, without a candidate's options.
     """
 
     def __init__(self, script: Script) -> None:
@@ -62,21 +48,11 @@ class Trials:
     ) -> dict[str, Any]:
         """Run the script until it has taken steps for some time, and return its answer; see `in_script`.
 
-        Parameters
-        ----------
-        changes : dict
-            Options by name, passed to the script in its environment.
-        seconds : float
-            The time for which it takes steps.
-        is_plain : bool
-            Whether to run it without nano_loop.
-        compares : bool
-            Whether to compare its first batch with the plain model instead of taking steps.
+        `changes` are options by name, passed to the script in its environment. The script takes steps for `seconds`.
+        With `is_plain`, it runs without nano_loop. With `compares`, it compares its first batch with the plain model
+        instead of taking steps.
 
-        Raises
-        ------
-        TrialFailedError
-            If the script fails, times out, or ends without a step.
+        Raises a `TrialFailedError` if the script fails, times out, or ends without a step.
         """
         own = {"seconds": seconds, "is_plain": is_plain, "installs": not is_plain, "compares": compares}
         texts = {variable_of(name): str(value) for name, value in {**changes, "verbose": False}.items()}

@@ -63,17 +63,9 @@ _memories: Any = WeakIdKeyDictionary()  # the `_Memory` that datasets keep alive
 def store_for(datasets: Sequence[Any], choice: int | str | None, ranks: Ranks = ALONE) -> Store:
     """Return the cache for datasets. A cache in memory lives as long as any dataset. Collective.
 
-    Parameters
-    ----------
-    choice : int, str or None
-        Bytes of memory, the path of a folder, or None for a quarter of the memory.
-    ranks : Ranks
-        The ranks that share the cache.
-
-    Raises
-    ------
-    OSError, NanoError
-        If there is no folder for it, or another user could change the folder.
+    `choice` is the bytes of memory, the path of a folder, or None for a quarter of the memory. `ranks` are the ranks
+    that share the cache. Raises an `OSError` or a `NanoError` if there is no folder for it, or another user could
+    change the folder.
     """
     if isinstance(choice, str):
         return _in_folder(Path(choice))

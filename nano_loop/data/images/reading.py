@@ -63,15 +63,7 @@ class Reading(NamedTuple):
     is_batched: bool  # whether `batches.collate` collates, so that images may be `Pending`
 
     def image(self, path: str, load: Callable[[str], Any], plan: Plan) -> Any:
-        """Return the result of a pipeline for an image file.
-
-        Parameters
-        ----------
-        load : callable
-            Opens and decodes the file.
-        plan : Plan
-            The plan of the pipeline.
-        """
+        """Return the result of the pipeline with this plan for an image file. `load` opens and decodes the file."""
         state = _file_state(path)
         if state is None:
             return self._finished(plan, applied(plan.first, load(path)))

@@ -67,12 +67,7 @@ def entry_of(image: Any) -> ImageEntry | None:
 def unpacked(data: memoryview, key: str, check: bool) -> ImageEntry | None:
     """Return the entry in the bytes of a file, or None if they are damaged or for another key.
 
-    Damaged bytes may also raise any exception.
-
-    Parameters
-    ----------
-    check : bool
-        Whether to verify the checksum.
+    Damaged bytes may also raise any exception. The checksum is verified if `check`.
     """
     rest = data[_SUM.size :]
     if len(rest) < _HEAD.size:
@@ -119,16 +114,10 @@ class Usage(NamedTuple):
 
 
 class Store:
-    """The entries of a folder.
+    """The entries of an existing folder, which may be read-only for this process.
 
-    Parameters
-    ----------
-    folder : pathlib.Path
-        An existing folder, which may be read-only for this process.
-    limit : int or None
-        The maximum bytes of the entries of all processes; None if only the disk limits them.
-    sums : bool
-        Whether to verify the checksum of an entry when it is read.
+    `limit` is the maximum bytes of the entries of all processes; None if only the disk limits them. `sums` is whether
+    to verify the checksum of an entry when it is read.
     """
 
     def __init__(self, folder: Path, limit: int | None, sums: bool) -> None:

@@ -230,13 +230,7 @@ class NanoStrategyMixin(RanksCollectives):
 
 
 class RunLauncher:
-    """A launcher for Lightning, which needs no base class.
-
-    Parameters
-    ----------
-    strategy : NanoStrategyMixin
-        The strategy of the Trainer to launch.
-    """
+    """A launcher for Lightning, which needs no base class, for the Trainer of a strategy."""
 
     #: Lightning checks this in notebooks.
     is_interactive_compatible = True

@@ -61,11 +61,7 @@ def _note_trace(interceptor: int) -> bool:
 class CallInterceptor:
     """The wrappers of one run around the outermost calls into one model, from the outermost to the innermost.
 
-    Parameters
-    ----------
-    trainings_only : bool
-        Whether only training calls are affected. Calls in evaluation mode and calls that record no gradients then run
-        as without a run.
+    With `trainings_only`, calls in evaluation mode and calls that record no gradients run as without a run.
     """
 
     def __init__(self, trainings_only: bool = False) -> None:
@@ -100,13 +96,9 @@ class CallInterceptor:
     def around_modules(self, around: Callable[[nn.Module], Call | None], name: str) -> None:
         """Put a function around each call of the model's modules, including inner calls.
 
-        Parameters
-        ----------
-        around : callable
-            Accepts a module and returns a function, called as ``function(call, module, *args, **kwargs)``, or None.
-        name : str
-            The name of its purpose. A second function with this name replaces the first. The name that was added first
-            is the outermost.
+        `around` accepts a module and returns a function, called as ``function(call, module, *args, **kwargs)``, or
+        None. `name` is the name of its purpose. A second function with this name replaces the first. The name that was
+        added first is the outermost.
         """
         with _lock:
             self._arounds[name] = around
@@ -210,10 +202,8 @@ class CallInterceptor:
 class CallInterceptors:
     """The interceptors of one run, which keep no module alive. Each exists as long as one of its modules.
 
-    Parameters
-    ----------
-    trainings_only : bool
-        See `CallInterceptor`. If True, modules are called by ``__call__``, and no method of the user's is replaced.
+    For `trainings_only`, see `CallInterceptor`. If it is True, modules are called by ``__call__``, and no method of the
+    user's is replaced.
     """
 
     def __init__(self, trainings_only: bool = False) -> None:
@@ -236,12 +226,7 @@ class CallInterceptors:
     def for_model(self, model: nn.Module, user: str | None = None) -> CallInterceptor:
         """Intercept the calls into `model`, even without wrappers, so that their operators belong to a set-up model.
 
-        Parameters
-        ----------
-        model : torch.nn.Module
-            The model.
-        user : str or None
-            The name of a component that replaces kernels of these operators until `release`.
+        `user` is the name of a component that replaces kernels of these operators until `release`, or None.
         """
         if user is not None:
             self._users.add(user)
