@@ -201,6 +201,24 @@ FAULTS = (
         "tests/distributed/shared_memory/test_shared_channel.py",
     ),
     Fault(
+        "distributed/shared_memory/shared_ring.py",
+        "        self._turn = 1 - self._turn\n        short = None if tensors is None",
+        "        self._turn = self._turn if tensors is None else 1 - self._turn\n        short = None if tensors is None",
+        "tests/distributed/split_batches/test_loops.py",
+    ),
+    Fault(
+        "distributed/data_parallel/combining_operators.py",
+        "    is_first = any(one % rows.dim() == 0 for one in dimensions) if rows.dim() else False\n",
+        "    is_first = any(one == 0 for one in dimensions[1:]) if rows.dim() else False\n",
+        "tests/distributed/data_parallel/test_combining_operators.py",
+    ),
+    Fault(
+        "optimizers/split.py",
+        "        for end in [*self._ends]:\n            end()\n",
+        "        self._ends.clear()\n",
+        "tests/steps/test_optimizer_state.py",
+    ),
+    Fault(
         "distributed/data_parallel/sample_weights.py",
         "if self._has_warned or not (differ or new):",
         "if self._has_warned or not new:",
