@@ -202,8 +202,8 @@ FAULTS = (
     ),
     Fault(
         "distributed/shared_memory/shared_ring.py",
-        "        self._turn = 1 - self._turn\n        short = None if tensors is None",
-        "        self._turn = self._turn if tensors is None else 1 - self._turn\n        short = None if tensors is None",
+        "        self._turn = 1 - self._turn\n        short = None",
+        "        self._turn = self._turn if tensors is None else 1 - self._turn\n        short = None",
         "tests/distributed/split_batches/test_loops.py",
     ),
     Fault(

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nano_loop.autotune.tuner import Algorithm, Race, Tuner
 from nano_loop.kernels.memory import UnsupportedTensorError
-from nano_loop.kernels.override import REFERENCE, ROUNDED, TORCH, Call, Compute
+from nano_loop.kernels.override import KEPT, REFERENCE, ROUNDED, TORCH, Call, Compute
 from nano_loop.patching.torch_private import in_mode
 from nano_loop.patching.torch_private_autograd import in_backward
 from nano_loop.patching.walk import find
@@ -25,9 +25,8 @@ _TERMS: Mapping[str, Mapping[str, Any]] = {
     # Errors are largest for sums of few values or with cancellation. In a training step, where inputs and results are
     # not cached, rounding gains less than when it is repeated.
     ROUNDED: {"bound": 2.0**-5, "torchs_is_beaten": True, "pays": 1.2},
+    KEPT: {"bound": 2.0**-5, "torchs_is_beaten": True, "pays": 1.0},
 }
-#: Operators whose rounded images are kept for the next operators and the backward, which these races do not see.
-_KEEPS_ROUNDED = frozenset(("convolution", "gradients of convolution"))
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -94,10 +93,7 @@ def race_of(call: Call, algorithms: Mapping[str, Compute]) -> Race | None:
     if in_fp32 is not None and len(race) > 1:
         own = [race[name] for name in race if name != TORCH and algorithms[name] is in_fp32]
         reference = own[0] if own else _timed(timed, in_fp32, gradients, torch.float32)
-    terms = _TERMS[_numbers_in(call)]
-    if call.numbers_in == ROUNDED and call.operator in _KEEPS_ROUNDED:
-        terms = {**terms, "pays": 1.0}
-    return Race(race, TORCH, reference, **terms) if len(race) > 1 else None
+    return Race(race, TORCH, reference, **_TERMS[_numbers_in(call)]) if len(race) > 1 else None
 
 
 def _numbers_in(call: Call) -> str:

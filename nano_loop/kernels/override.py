@@ -23,6 +23,8 @@ from nano_loop.policy.product_precision import is_large
 
 #: The names of algorithms: torch's kernel, a C function, and one that rounds the inputs of an fp32 product.
 TORCH, COMPILED, ROUNDED = "torch", "compiled", "rounded"
+#: `Call.numbers_in` if rounded inputs are kept; see `Override.keeps_rounded`.
+KEPT = "kept"
 #: The name of the fp32 reference. It is not a choice: algorithms must be as close to it as torch's own kernel is.
 REFERENCE = "reference"
 BF16, FP32 = (torch.bfloat16,), (torch.float32,)
@@ -51,7 +53,7 @@ class Call(NamedTuple):
         Other data for algorithms that does not affect the time.
     leaves : int
         The number of leading tensors whose gradients are included in the time.
-    numbers_in : {"", "bf16", "fp32", "rounded"}
+    numbers_in : {"", "bf16", "fp32", "rounded", "kept"}
         The precision that algorithms must reach, if the dtype of the first tensor does not determine it.
     rough : tuple of int
         The dimensions of the first tensor that may be batch dimensions. Calls with similar sizes in these share a
@@ -193,6 +195,7 @@ class Override(NamedTuple):
     rules: Callable[[Call], Rules | None] = lambda call: rules_now()
     otherwise: Callable[..., Any] | None = None
     reads_copies: bool = False
+    keeps_rounded: bool = False
 
     def in_force(self) -> AbstractContextManager[None]:
         """Return a context in which the kernel is replaced."""
@@ -257,7 +260,7 @@ class Override(NamedTuple):
         else:
             if rules.policy is not None:
                 rules.policy.tried.add(self.product)
-            call = call._replace(numbers_in=ROUNDED)
+            call = call._replace(numbers_in=KEPT if self.keeps_rounded else ROUNDED)
             guess = algorithm.name if is_large(self.product, call.multiplications) else TORCH
         algorithms = {TORCH: self.by_torch, algorithm.name: algorithm.compute}
         if algorithm.has_reference:

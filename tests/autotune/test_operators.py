@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from autotune.time_for import ALWAYS, Clock, TimeFor
 from nano_loop import nano
 from nano_loop.autotune.choices import Choices
-from nano_loop.autotune.race import Generation
+from nano_loop.autotune.race import Generation, race_of
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.kernels import override
 from nano_loop.kernels.attention import attention, blocked_attention, flash_attention
@@ -20,7 +20,7 @@ from nano_loop.kernels.convolution.gradient_plans import Plan
 from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product, linear, product
 from nano_loop.kernels.norm import norms
-from nano_loop.kernels.override import COMPILED, REFERENCE, ROUNDED, TORCH
+from nano_loop.kernels.override import COMPILED, KEPT, REFERENCE, ROUNDED, TORCH
 from nano_loop.kernels.rnn import rnn
 from nano_loop.kernels.rnn.recurrent_layer import LSTM
 from nano_loop.patching.operators import gives_kernels
@@ -51,7 +51,7 @@ def convolution_call(images=5, channels=16, outputs=24, groups=1, layout=NHWC):
 def rounded_convolution_call(images=5, stride=1):
     inputs, weight = normal(images, 16, 9, 9).float(), normal(24, 16, 3, 3).float()
     geometry = ([stride] * 2, [1, 1], [1, 1], False, [0, 0], 1)
-    return blocked_convolution._supports(ATEN.convolution, inputs, weight, None, *geometry)._replace(numbers_in=ROUNDED)
+    return blocked_convolution._supports(ATEN.convolution, inputs, weight, None, *geometry)._replace(numbers_in=KEPT)
 
 
 def product_call(rows=40, bias=False, transposed=False, dtype=torch.bfloat16, numbers_in="", last=56, **scales):
@@ -383,6 +383,15 @@ class Planned:
     def algorithm(self, call, algorithms, guess):
         self.asked.append(({*algorithms()}, guess))
         return self.name
+
+
+def test_convolutions_whose_rounded_inputs_are_kept_need_no_margin():
+    """So the peak memory does not depend on which of them win by a margin."""
+    algorithms = {TORCH: override.by_kernel, ROUNDED: override.by_kernel}
+    assert race_of(rounded_convolution_call(), algorithms).pays == 1
+    assert race_of(rounding_call(), algorithms).pays > 1
+    products = [each for each in (*blocked_convolution.OVERRIDES, *convolution.OVERRIDES) if each.product]
+    assert [each.keeps_rounded for each in products] == [True, True]
 
 
 def test_backward_of_convolutions_takes_the_chosen_plan(monkeypatch):

@@ -157,6 +157,7 @@ OVERRIDES = (
         _supports,
         product=CONVOLUTION,
         factors=2,
+        keeps_rounded=True,
     ),
     narrow_copies.keeping("convolution", {0: "input"}, "convolution_backward"),
 )

@@ -111,6 +111,7 @@ OVERRIDES = (
         factors=3,
         in_fp16=_of_rounded,
         reads_copies=True,
+        keeps_rounded=True,
     ),
 )
 
