@@ -664,6 +664,18 @@ FAULTS = (
         "tests/steps/test_learning_rate.py",
     ),
     Fault(
+        "steps/step_time.py",
+        "optimizer is self._optimizer():",
+        "self._optimizer():",
+        "tests/steps/test_step_time.py",
+    ),
+    Fault(
+        "integrations/ipex.py",
+        "if self.enabled or _MODULE not in sys.modules:",
+        "if _MODULE not in sys.modules or self.options:",
+        "tests/steps/ipex/test_step.py",
+    ),
+    Fault(
         "steps/threads.py",
         "            torch.set_num_threads(before)\n",
         "            pass\n",
