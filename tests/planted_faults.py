@@ -677,6 +677,18 @@ FAULTS = (
     ),
     Fault(
         "steps/threads.py",
+        "self._is_auto or (self._waits is not None and is_busy(self._waits.share()))",
+        "self._waits is not None and is_busy(self._waits.share())",
+        "tests/steps/test_num_threads.py",
+    ),
+    Fault(
+        "steps/threads.py",
+        "            if self._is_auto:\n                self.undoing",
+        "            if self._is_auto and self.skip_reason(parts) is None:\n                self.undoing",
+        "tests/steps/test_num_threads.py",
+    ),
+    Fault(
+        "steps/threads.py",
         "            torch.set_num_threads(before)\n",
         "            pass\n",
         "tests/steps/test_threads.py",
