@@ -144,14 +144,13 @@ class Threads(Step):
     @override
     def final_result(self) -> StepResult | None:
         """Return how long threads waited for other programs, or with "auto" the chosen number or why it was kept."""
-        waits, trial, reason = self._waited(), self._trial, self._kept_because
-        if self._is_auto and reason is not None:
-            return StepResult(_TRIED, "skipped", reason.detail, code=reason.code)
-        if self._is_auto and trial is not None:
-            code, detail = _outcome(trial)
-            return StepResult(_TRIED, "measured", f"{detail}{f'; {waits}' if waits else ''}", code=code)
+        waits, trial = self._waited(), self._trial
+        outcome = self._kept_because if trial is None else _outcome(trial)
+        if self._is_auto and outcome is not None:
+            detail = f"{outcome.detail}; {waits}" if waits else outcome.detail
+            return StepResult(_TRIED, "skipped" if trial is None else "measured", detail, code=outcome.code)
         if trial is not None and trial.medians:
-            waits = f"other programs used the CPUs; threads: {_outcome(trial)[1]}"
+            waits = f"other programs used the CPUs; threads: {_outcome(trial).detail}"
         return StepResult("cpu_waits", "measured", waits) if waits else None
 
     def _waited(self) -> str:
@@ -160,7 +159,7 @@ class Threads(Step):
         if not is_busy(share):
             return ""
         detail = f"other programs used the CPUs: threads spent {share:.0%} of their runnable time waiting"
-        return detail if self._trial is not None else f"{detail}{_advice(torch.get_num_threads())}"
+        return detail if self._is_auto else f"{detail}{_advice(torch.get_num_threads())}"
 
 
 @contextmanager
@@ -193,12 +192,13 @@ def _is_users(variable: str) -> bool:
     return not torchruns and not is_exported(variable, os.environ)
 
 
-def _outcome(trial: StepTrial[int]) -> tuple[str, str]:
-    """Return the code and the line of a trial: the chosen number of threads, and the times of steps by number."""
+def _outcome(trial: StepTrial[int]) -> SkipReason:
+    """Return the code and the report line of a trial: the chosen number of threads, and times of steps by number."""
     if torch.are_deterministic_algorithms_enabled():
-        return "deterministic", f"{trial.setting}: {_DETERMINISTIC}"
+        return SkipReason("deterministic", f"{trial.setting}: {_DETERMINISTIC}")
     if not trial.medians:
-        return "too_few_steps", f"{trial.setting}: too few steps to tell"
+        return SkipReason("too_few_steps", f"{trial.setting}: too few steps to tell")
     times = ", ".join(f"{duration(time)} per step with {number}" for number, time in trial.medians.items())
     often = f"{f', measured {trial.measured} times' if trial.measured > 1 else ''}{trial.unsure}"
-    return "one_thread_is_faster" if trial.setting == 1 else "more_threads_stay", f"{trial.setting}: {times}{often}"
+    code = "one_thread_is_faster" if trial.setting == 1 else "more_threads_stay"
+    return SkipReason(code, f"{trial.setting}: {times}{often}")
