@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,10 +106,6 @@ class Settings:
             options.refuse_idle(cpus, is_launched=without_launch(os.environ) != os.environ)
         _refuse_missing_launch(options)
         return cls(with_learnt(options, machine, arguments), machine)
-
-    def changed(self, **values: Any) -> Settings:
-        """Return settings with some options changed."""
-        return replace(self, options=self.options.changed(values))
 
     def expected_ranks(self) -> Ranks:
         """Return this process's place in its next run, as far as it is known in advance."""
