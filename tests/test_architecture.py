@@ -80,7 +80,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.launch_ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
     },
     "state_outside_the_table": {
-        **dict.fromkeys(("autotune.choices", "integrations.ipex"), "what later runs need not measure"),
+        "autotune.choices": "what later runs need not measure",
         "steps.learning_rate": "where the next run of an optimizer goes on",
         "steps.compile": "a number for each compilation",
         "api.context_manager": "the report of what was installed is asked for afterwards",

@@ -59,7 +59,7 @@ def tried(step, **settings):
     if made.skip_reason(objects) is None:
         made.apply(objects)
     made.clock.add(objects.optimizers)
-    assert made.final_result() is None, "nothing is known before the first step"
+    assert made._trial is made._kept_because is None, "nothing is known before the first step"
     objects.optimizers[0].step()
     return made, made.final_result()
 
