@@ -208,8 +208,8 @@ FAULTS = (
     ),
     Fault(
         "distributed/data_parallel/combining_operators.py",
-        "    is_first = any(one % rows.dim() == 0 for one in dimensions) if rows.dim() else False\n",
-        "    is_first = any(one == 0 for one in dimensions[1:]) if rows.dim() else False\n",
+        "    if all(one % rows.dim() for one in dimensions):\n",
+        "    if all(one % rows.dim() for one in dimensions[1:]):\n",
         "tests/distributed/data_parallel/test_combining_operators.py",
     ),
     Fault(
