@@ -26,7 +26,7 @@ from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_functorch
 from nano_loop.runtime.objects.called_functions import names_called
 from nano_loop.runtime.objects.report import StepResult
-from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_names
 from nano_loop.steps.layout_trial import LayoutTrial
 from nano_loop.steps.step import ABSENT, SkipReason, Step
 
@@ -160,7 +160,7 @@ def _unscripted(parts: TrainingObjects) -> list[nn.Module]:
 
 def takes_images(model: nn.Module) -> bool:
     """Whether the name of a layer, or of a function that the model calls, refers to images or volumes."""
-    names = [*map(class_name, model.modules()), *names_called(model)]
+    names = class_names(model.modules()) | names_called(model)
     return any(word in name.lower() for name in names for word in ("2d", "3d", "convolution", "interpolate", "pixel_"))
 
 

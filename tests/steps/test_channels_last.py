@@ -151,6 +151,7 @@ def test_view_that_is_wrong_in_any_layout_raises_what_torch_raises(step):
         (nn.Linear(2, 2), True, "no_images"),
         (nn.ParameterList([torch.zeros(1, 2, 3, 3)]), True, "no_images"),
         (nn.AvgPool2d(2), True, None),
+        (type("Layer", (nn.Conv2d,), {})(1, 1, 1), True, None),
         (nn.AvgPool2d(2), "auto", "no_images"),
     ],
 )
