@@ -103,7 +103,10 @@ def of_a_class_with_a_decorated_method():
 @pytest.mark.parametrize("build", [parametrized, of_a_class_in_a_function, of_a_class_with_a_decorated_method])
 @pytest.mark.parametrize("precision", [32, "bf16"])
 def test_classes_and_functions_that_hold_a_model_are_not_kept(build, precision):
-    """Collecting garbage frees them in the plain loop, since a class is part of a cycle."""
+    """Collecting garbage frees them in the plain loop, since a class is part of a cycle.
+
+    With casts around calls, methods of the program's own classes are replaced, so these live until the run ends.
+    """
 
     def trained_once(run):
         model = build()
@@ -116,8 +119,9 @@ def test_classes_and_functions_that_hold_a_model_are_not_kept(build, precision):
     with accelerated(verbose=False, precision=precision) as run:
         references = trained_once(run)
         gc.collect()
-        kept = [value for reference in references if (value := reference()) is not None]
-    assert not kept
+        assert precision == "bf16" or not any(reference() is not None for reference in references)
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
 
 
 def test_a_loader_that_only_the_header_names_is_read_to_its_end():
