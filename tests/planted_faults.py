@@ -609,6 +609,12 @@ FAULTS = (
         "tests/runtime/test_ambient.py",
     ),
     Fault(
+        "runtime/objects/called_functions.py",
+        "def _names_in(kind: type, named: _Named) -> frozenset[str]:",
+        "@functools.cache\ndef _names_in(kind: type, named: _Named) -> frozenset[str]:",
+        "tests/loops/test_lifetimes.py",
+    ),
+    Fault(
         "runtime/objects/report.py",
         "            self._printed.lines = self._lines\n",
         "            pass\n",
