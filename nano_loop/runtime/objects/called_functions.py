@@ -83,7 +83,7 @@ def _modules_in(value: Any) -> Iterator[Any]:
 _Named = Callable[[Any], tuple[frozenset[str], tuple[Any, ...]]]
 #: The names by class. A class that is made for a model, as by a parametrization, may hold the model in a closure of its
 #: functions. So neither is kept.
-_names: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_names: Any = WeakIdKeyDictionary()  # its `get` is untyped
 
 
 def _names_in(kind: type, named: _Named) -> frozenset[str]:
