@@ -250,17 +250,27 @@ def _converting_its_input(forward: Call) -> Call:
         ):
             converted = in_channels_last(input)
             output = forward(self, converted, *args, **kwargs)
-            return _marked(output, input, also_plainly=_is_nhwc(self.weight))
+            return _marked(output, input, convolution=self)
         return forward(self, input, *args, **kwargs)
 
     return convert_and_forward
 
 
-def _marked(output: Tensor, input: Tensor, also_plainly: bool = False) -> Tensor:
-    """Mark whether an output is NHWC only because of the conversion. In the plain loop it has its input's layout."""
+def _marked(output: Tensor, input: Tensor, convolution: nn.Module | None = None) -> Tensor:
+    """Mark whether an output is NHWC only because of the conversion.
+
+    In the plain loop it has the layout of its input, or that of the convolution's weight if this is NHWC.
+    """
     if not (torch.compiler.is_compiling() or in_functorch()):
+        also_plainly = convolution is not None and _has_weight_in_nhwc(convolution)
         mark(output, not (also_plainly or (_is_nhwc(input) and not is_converted(input))))
     return output
+
+
+def _has_weight_in_nhwc(convolution: nn.Module) -> bool:
+    """Whether a weight is NHWC. The attribute is not read, which would run parametrizations: spectral norms iterate."""
+    weight = convolution._parameters.get("weight")
+    return any(map(_is_nhwc, shaped(parameters_of(convolution)) if weight is None else (weight,)))
 
 
 def _view_or_reshape(view: Call) -> Call:

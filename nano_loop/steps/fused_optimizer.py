@@ -91,4 +91,5 @@ def _group_refusal(group: dict[str, Any], sparse: set[int]) -> SkipReason | None
 def _sparse_parameters(models: list[nn.Module]) -> set[int]:
     modules = [module for model in models for module in model.modules()]
     embeddings = [module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    return {id(module.weight) for module in embeddings if module.sparse}
+    # A parametrized weight, which is not in this dict, would be computed to be read.
+    return {id(module._parameters.get("weight")) for module in embeddings if module.sparse}
