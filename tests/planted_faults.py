@@ -658,6 +658,12 @@ FAULTS = (
         "tests/runtime/test_trial.py",
     ),
     Fault(
+        "steps/channels_last.py",
+        'convolution._parameters.get("weight")',
+        "convolution.weight",
+        "tests/steps/test_channels_last.py",
+    ),
+    Fault(
         "steps/models.py",
         "weights if not has_shape(weight) or weight.numel() >= elements",
         "weights",
