@@ -659,8 +659,8 @@ FAULTS = (
     ),
     Fault(
         "steps/channels_last.py",
-        'convolution._parameters.get("weight")',
-        "convolution.weight",
+        "shaped(parameters_of(convolution))",
+        "[convolution.weight]",
         "tests/steps/test_channels_last.py",
     ),
     Fault(

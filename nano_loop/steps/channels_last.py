@@ -269,8 +269,7 @@ def _marked(output: Tensor, input: Tensor, convolution: nn.Module | None = None)
 
 def _has_weight_in_nhwc(convolution: nn.Module) -> bool:
     """Whether a weight is NHWC. The attribute is not read, which would run parametrizations: spectral norms iterate."""
-    weight = convolution._parameters.get("weight")
-    return any(map(_is_nhwc, shaped(parameters_of(convolution)) if weight is None else (weight,)))
+    return any(map(_is_nhwc, shaped(parameters_of(convolution))))
 
 
 def _view_or_reshape(view: Call) -> Call:
