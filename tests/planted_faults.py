@@ -609,6 +609,12 @@ FAULTS = (
         "tests/runtime/test_ambient.py",
     ),
     Fault(
+        "runtime/objects/called_functions.py",
+        "def _names_in(kind: type, named: _Named) -> frozenset[str]:",
+        "@functools.cache\ndef _names_in(kind: type, named: _Named) -> frozenset[str]:",
+        "tests/loops/test_lifetimes.py",
+    ),
+    Fault(
         "runtime/objects/report.py",
         "            self._printed.lines = self._lines\n",
         "            pass\n",
@@ -650,6 +656,12 @@ FAULTS = (
         "        self.setting, self._other = self.settings\n",
         "",
         "tests/runtime/test_trial.py",
+    ),
+    Fault(
+        "steps/channels_last.py",
+        "shaped(parameters_of(convolution))",
+        "[convolution.weight]",
+        "tests/steps/test_channels_last.py",
     ),
     Fault(
         "steps/models.py",

@@ -119,7 +119,7 @@ class Precision(Step):
         names = ", ".join(self._missed)
         if not names:
             return None
-        detail = f"{names} was called by code compiled before the run"
+        detail = f"no call of {names} was intercepted"
         return StepResult(self.name, "skipped", detail, code="not_intercepted")
 
     def _look(self, optimizer: Optimizer) -> None:
@@ -128,11 +128,11 @@ class Precision(Step):
             name = type(model).__name__
             if interceptor.was_called or name in self._missed or not _is_trained(model, optimizer):
                 continue
-            if self._is_part_of_called(model):
+            if self._is_part_of_called(model) or not any(map(_has_forward, model.modules())):
                 continue
             self._missed.append(name)
             got = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
-            cause = "a function that was compiled before the run bypasses the steps"
+            cause = "its weights are used outside of its calls, or by a function that was compiled before the run"
             warnings.warn(error_message(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=3)
 
     def _is_part_of_called(self, model: nn.Module) -> bool:
@@ -151,7 +151,7 @@ class Precision(Step):
         warn(error_message(got, lack, hint))
 
 
-_COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() before the run"
+_COMPILE_LATER = "Call the model. Compile it inside the run, or call torch.compiler.reset() before the run"
 
 
 _SETTINGS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, *CONTAINERS)
@@ -187,6 +187,11 @@ def _remark(model: nn.Module, autocast: torch.dtype) -> str | None:
 def _is_trained(model: nn.Module, optimizer: Optimizer) -> bool:
     held = set(map(id, trained_by(optimizer)))
     return any(id(parameter) in held for parameter in parameters_of(model))
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called, unlike a list of parameters."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _low_state(model: nn.Module) -> list[Tensor]:
