@@ -14,9 +14,9 @@
 #include "avx512_bf16.h"
 
 #ifdef HAS_AVX512_BF16
+#include "exponential.h"
 #include "logarithm.h"
 #include "tiles.h"
-#include "vectors.h"
 
 #define ROWS 64 /* rows of a block; must be even */
 #define LARGE 4096.0f /* next to a value of this size, fp32 represents the logarithm of a sum to 2^-12 */

@@ -102,7 +102,7 @@ static void product_by_tiles(int64_t rows, int64_t columns, int64_t pairs, const
 #pragma GCC unroll 16
                 for (int k = 0; k < 16; k++)
                     r[k] = pair + k < pairs ? _mm512_loadu_si512(a + (pair + k) * a_pair) : _mm512_setzero_si512();
-                transpose(r);
+                transpose((Vector *)r);
 #pragma GCC unroll 16
                 for (int k = 0; k < 16; k++) _mm512_store_si512(turned + 16 * (pair + k), r[k]);
             }

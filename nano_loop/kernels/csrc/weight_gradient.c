@@ -203,7 +203,7 @@ INLINE void pack_for_tiles_of(const int wide, const Call *call, const Plan *plan
                         words[i] = paired(sixteen(wide, here, element(wide, low[i], o)),
                                           high[i] ? sixteen(wide, here, element(wide, high[i], o)) : _mm256_setzero_si256());
                 }
-                transpose(words);
+                transpose((Vector *)words);
 #pragma GCC unroll 16
                 for (int i = 0; i < STEP; i++) _mm512_store_si512(at + 16 * i, words[i]);
             }
