@@ -88,12 +88,9 @@ int input_gradient(const Call *call, const void *gradient, const float *weight, 
     for (int64_t column = 0; column < call->columns; column++)
         reach(call, 1, column, call->out_columns, columns + column);
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
-    for (int64_t at = 0; at < call->images * call->rows; at++) {
-        if (call->bf16)
-            row_of_input(call, gradient, weight, out, at / call->rows, at % call->rows, columns, 1);
-        else
-            row_of_input(call, gradient, weight, out, at / call->rows, at % call->rows, columns, 0);
-    }
+    for (int64_t at = 0; at < call->images * call->rows; at++)
+        SPECIALIZED(bf16, call->bf16,
+                    row_of_input(call, gradient, weight, out, at / call->rows, at % call->rows, columns, bf16));
     free(columns);
     return 1;
 }
@@ -167,17 +164,16 @@ int weight_gradient(const Call *call, const void *gradient, const void *x, float
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t at = 0; at < call->images * parts; at++) {
         int64_t part = at % parts, begin = call->out_rows * part / parts, end = call->out_rows * (part + 1) / parts;
-#define PART(WIDTH_OF_KERNEL, BF16)                                                                                    \
-    part_of_image(call, gradient, x, sums + at * count, at / parts, begin, end, WIDTH_OF_KERNEL, BF16)
-#define PARTS_OF(WIDTH_OF_KERNEL) (call->bf16 ? PART(WIDTH_OF_KERNEL, 1) : PART(WIDTH_OF_KERNEL, 0))
+#define PART(WIDTH_OF_KERNEL)                                                                                          \
+    SPECIALIZED(bf16, call->bf16, part_of_image(call, gradient, x, sums + at * count, at / parts, begin, end,          \
+                                                WIDTH_OF_KERNEL, bf16))
         if (call->kernel[1] == 3)
-            PARTS_OF(3);
+            PART(3);
         else if (call->kernel[1] == 5)
-            PARTS_OF(5);
+            PART(5);
         else
-            PARTS_OF(7);
+            PART(7);
 #undef PART
-#undef PARTS_OF
     }
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t i = 0; i < count; i++) {
