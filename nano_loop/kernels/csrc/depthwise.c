@@ -157,7 +157,7 @@ INLINE void part_of_image(const Call *call, const void *gradient, const void *x,
 /* Writes the gradient of the weight in fp32: [position, channel]. The kernel width must be 3, 5 or 7, with at least 16
    channels. Returns 0 if memory cannot be allocated. */
 int weight_gradient(const Call *call, const void *gradient, const void *x, float *out, int threads) {
-    int64_t parts = least(call->images < PARTS ? (PARTS + call->images - 1) / call->images : 1, call->out_rows);
+    int64_t parts = least(divided(PARTS, call->images), call->out_rows);
     int64_t count = call->kernel[0] * call->kernel[1] * call->channels;
     double *sums = calloc((size_t)(call->images * parts * count), sizeof *sums);
     if (!sums) return 0;

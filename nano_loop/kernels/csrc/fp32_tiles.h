@@ -43,7 +43,7 @@ INLINE void store(float *to, int64_t count, Vector numbers) {
    and `tile_step` are the strides along the depth. */
 INLINE void product_of_tile(const int rows, const int vectors, int64_t depth, const float *const *a, int64_t a_step,
                             const float *tile, int64_t tile_step, float *sums) {
-    int64_t chunks = (depth + CHUNK - 1) / CHUNK, chunk = (depth + chunks - 1) / chunks;
+    int64_t chunks = divided(depth, CHUNK), chunk = divided(depth, chunks);
     for (int64_t first = 0; first < depth; first += chunk) {
         Vector totals[ROWS][VECTORS] = {{{0}}};
         int64_t end = least(depth, first + chunk);

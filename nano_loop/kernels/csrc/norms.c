@@ -76,10 +76,9 @@ INLINE Vector last_lanes(int64_t count, int part) {
    that already holds for the segments. */
 static int64_t chunks_of(const Shape *shape) {
     if (!shape->nhwc || !shape->segments) return 1;
-    int64_t chunks = least(shape->rows / ROWS_OF_A_CHUNK, CHUNKS / shape->segments), most = shape->rows / LEAST_ROWS;
+    int64_t chunks = least(shape->rows / ROWS_OF_A_CHUNK, CHUNKS / shape->segments);
     if (shape->segments < CHUNKS && shape->segments % SHARED) chunks = (chunks / SHARED + 1) * SHARED;
-    chunks = least(chunks, most);
-    return chunks > 1 ? chunks : 1;
+    return most(1, least(chunks, shape->rows / LEAST_ROWS));
 }
 
 /* The first row of a chunk. */
@@ -559,9 +558,7 @@ INLINE void gradient_of_row(const void *gradient, const void *x, int64_t at, int
 int layer_norm_backward(const void *gradient, const void *x, int64_t rows, int64_t width, int64_t is_bf16,
                         const float *weight, const float *means, const float *inverses, void *of_input,
                         float *of_weight, float *of_bias, int threads) {
-    int64_t length = (rows + CHUNKS - 1) / CHUNKS, chunks;
-    length = length > LEAST_ROWS ? length : LEAST_ROWS;
-    chunks = (rows + length - 1) / length;
+    int64_t length = most(LEAST_ROWS, divided(rows, CHUNKS)), chunks = divided(rows, length);
     int64_t count = chunks * width;
     double *first = memory_for(rows * width, count * 2, count * 2);
     if (!first) return 0;

@@ -97,7 +97,7 @@ static void product(int64_t by_tiles, int64_t rows, int64_t columns, int64_t pai
     }
 #endif
     for (int64_t at = 0; at < columns; at += TILE, b += b_pairs * TILE, c += TILE) {
-        switch ((least(columns - at, TILE) + 15) / 16) {
+        switch (divided(least(columns - at, TILE), 16)) {
             case 1: product_1(rows, pairs, a, a_row, a_pair, b, c, c_row, added); break;
             case 2: product_2(rows, pairs, a, a_row, a_pair, b, c, c_row, added); break;
             case 3: product_3(rows, pairs, a, a_row, a_pair, b, c, c_row, added); break;
