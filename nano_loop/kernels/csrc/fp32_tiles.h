@@ -1,7 +1,7 @@
 /* Sums of products of a few rows with the columns of a tile, for any CPU. Intrinsics are only used to load and store
    partial vectors. */
 #pragma once
-#include "lanes.h"
+#include "transpose.h"
 
 /* Rows whose sums are computed at a time: together with the vectors of a tile, they fill the registers. */
 #define ROWS (WIDTH == 8 ? 3 : 6)

@@ -3,7 +3,7 @@
    A source has bf16 values or, if it is `wide`, fp32 values. These are rounded to nearest, ties to even. Values below
    2^-126 become 0, as the product instructions treat them. */
 #pragma once
-#include "lanes.h"
+#include "transpose.h"
 
 #define TILE 64 /* columns of a packed tile: four vectors */
 
