@@ -56,7 +56,6 @@ class ChannelsLast(Step):
     @override
     def begin(self) -> None:
         self._trials: list[LayoutTrial] = []
-        self._is_timed = False  # whether it is subscribed to the clock
         self._chosen: list[tuple[int, bool]] = []  # the indices of trials, and whether NHWC was faster
         self._draws: list[None] = []  # contexts that are entered for models in NHWC
 
@@ -85,9 +84,6 @@ class ChannelsLast(Step):
         if self.options.channels_last == "auto":
             for model in models:
                 self._open_trial(model)
-            if not self._is_timed:
-                self._is_timed = True
-                self.undoing.callback(self.clock.before(self._time))
             return "the faster layout, timed after the first batch"
         count = sum(self._set_layout(model, to_nhwc=True) for model in models)
         inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_converted(parts.parameters())))
@@ -119,6 +115,8 @@ class ChannelsLast(Step):
             undone_with(model, self.undoing).callback(trial.recorded.end)
             self.interceptors.add(model, f"{self.name} trial", trial.recorded.layer)  # outside the conversion
         self._set_layout(model, trial.guess)
+        if not self._trials:
+            self.undoing.callback(self.clock.before(self._time))
         if not self._trials and self.ranks.size > 1:
             self.ranks.context.after_averaging.append(self._share)
             self.undoing.callback(self.ranks.context.after_averaging.remove, self._share)

@@ -95,12 +95,10 @@ class Precision(Step):
             interceptor.convert_output = partial(_substituted, _outward(model)(to_fp32))
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
-            if once is not None:
-                rules = {**once.rules, **interceptor.rules.operators}
-                interceptor.rules = interceptor.rules._replace(operators=rules)
-            if not can_train_lstms(dtype):  # an LSTM may be added to the model
-                rules = {**interceptor.rules.operators, **self._rules_of_lstms()}
-                interceptor.rules = interceptor.rules._replace(operators=rules)
+            frozen = {} if once is None else once.rules
+            lstms = {} if can_train_lstms(dtype) else self._rules_of_lstms()  # an LSTM may be added to the model
+            rules = {**frozen, **interceptor.rules.operators, **lstms}
+            interceptor.rules = interceptor.rules._replace(operators=rules)
         remarks = [_remark(model, dtype) or self._remark_on_frozen(model) for model in parts.models]
         remarks += map(remark_on_integers, parts.models)
         return "; ".join([self.options.kind.summary, *dict.fromkeys(filter(None, remarks))])
