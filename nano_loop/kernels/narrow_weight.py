@@ -155,6 +155,11 @@ class NarrowWeight(Tensor):
             return getattr(args[0].plain(), name)(*args[1:], **kwargs)
         if name == "requires_grad_" and (len(args) == 1 or args[1]):
             made_plain(args[0])
+        if name == "set_" and isinstance(args[0], NarrowWeight):
+            with as_plain_tensors():  # of the weight, not of a temporary tensor
+                like = torch.empty(0, dtype=args[0].dtype, device="cpu")
+                _set_data(Tensor.data.__set__, args[0], func(like, *map_tensors(_written, args[1:]), **kwargs))  # type: ignore[attr-defined]
+            return args[0]
         if name in _ADDRESS:
             args = map_tensors(_written, args)
         with as_plain_tensors():

@@ -72,6 +72,8 @@ class LazyLogits(Tensor):
         Whether the program has accessed its node of the graph.
     memory : Memory or None
         Holds the values once computed. None for a view.
+    tensor : torch.Tensor or None
+        The real tensor, once it is needed. `tensor_node` is then the node of the graph from which it was made.
     """
 
     functions: ClassVar[Mapping[str, Callable[..., Any]]] = {}
@@ -86,13 +88,15 @@ class LazyLogits(Tensor):
     is_watched: bool
     memory: Memory | None
     tensor: Tensor | None
+    tensor_node: object
 
     # --- the real tensor ---
 
     def materialize(self) -> Tensor:
         """Return the real tensor, with its place in the graph. It is computed once."""
-        if self.tensor is None:
+        if self._current_tensor is None:
             with torch.enable_grad(), as_plain_tensors():
+                self.tensor_node = self.grad_fn
                 self.is_placed |= self._is_moved
                 if not self._shares_memory or self.is_placed:
                     self.tensor = _Materialized.apply(self, self.numbers)  # type: ignore[no-untyped-call]
@@ -135,13 +139,21 @@ class LazyLogits(Tensor):
             return self.requires_grad and (node is None or node.name() not in _NODES)
 
     @property
+    def _current_tensor(self) -> Tensor | None:
+        """The real tensor, or None if this one was moved since, as by a function that has written to it."""
+        if self.tensor is None:
+            return None
+        with as_plain_tensors():
+            return self.tensor if self.grad_fn is self.tensor_node else None
+
+    @property
     def _shares_memory(self) -> bool:
         return self.memory is None
 
     @property
     def _is_replaced(self) -> bool:
         """Whether the graph of later results contains the real tensor instead of this one."""
-        tensor = self.tensor
+        tensor = self._current_tensor
         if tensor is None:
             return False
         return (
@@ -265,7 +277,7 @@ def made(head: Head, rows: Tensor, vocabulary: int, dtype: torch.dtype, memory: 
         strides = [*torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()]
     lazy: Any = without_memory(LazyLogits, shape, strides, dtype)
     lazy.head, lazy.rows, lazy.vocabulary, lazy.memory = head, rows, vocabulary, memory
-    lazy.before = lazy.operation = lazy.tensor = None
+    lazy.before = lazy.operation = lazy.tensor = lazy.tensor_node = None
     lazy.parents, lazy.sources, lazy.is_placed, lazy.is_watched = (), (), False, False
     return lazy  # type: ignore[no-any-return]
 
