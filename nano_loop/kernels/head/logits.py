@@ -226,7 +226,9 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
-            name = getattr(func.__self__, "__name__", "") + ("_" if name == "__set__" else "")
+            # A run may have replaced `Tensor.data` by a property, which has another name or none.
+            attribute = "data" if func.__self__ is Tensor.data else getattr(func.__self__, "__name__", "")
+            name = attribute + ("_" if name == "__set__" else "")
         first = args[0] if args else None
         if isinstance(first, LazyLogits) and name in _OWN and not first._is_replaced:
             first.is_placed |= name in _PLACES
@@ -242,7 +244,9 @@ class LazyLogits(Tensor):
             result = fused(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return func(*map_tensors(_materialized, args), **map_tensors(_materialized, kwargs))
+        result = func(*map_tensors(_materialized, args), **map_tensors(_materialized, kwargs))
+        is_first = isinstance(first, LazyLogits) and result is first.tensor  # as of an operator that writes to it
+        return first if is_first else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
