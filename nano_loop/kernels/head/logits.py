@@ -245,7 +245,8 @@ class LazyLogits(Tensor):
             if result is not NotImplemented:
                 return result
         result = func(*map_tensors(_materialized, args), **map_tensors(_materialized, kwargs))
-        is_first = isinstance(first, LazyLogits) and result is first.tensor  # as of an operator that writes to it
+        # Operators that write to a tensor return it.
+        is_first = isinstance(first, LazyLogits) and result is first.tensor and first.is_written
         return first if is_first else result
 
     @classmethod
