@@ -13,8 +13,9 @@ from nano_loop.distributed.comm.system_limits import limit_in_words, limits_in_w
 @pytest.mark.parametrize(
     ("number", "limited", "helps"),
     [
-        (errno.ENFILE, "open more files", "fs.file-max"),
-        (errno.EDQUOT, "quota", "Delete files"),
+        (errno.EMFILE, "files and pipes at a time", "ulimit -n"),
+        (errno.EAGAIN, "limit of processes", "ulimit -u"),
+        (errno.EFBIG, "bytes", "ulimit -f"),
     ],
 )
 def test_limit_is_named_with_what_helps(tmp_path, number, limited, helps):

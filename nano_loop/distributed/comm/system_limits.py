@@ -26,16 +26,12 @@ def limit_in_words(error: OSError, folder: Path) -> tuple[str, str] | None:
     if error.errno == errno.EMFILE:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"this process may open {most:,} files and pipes at a time", "Close some, or raise the limit (ulimit -n)"
-    if error.errno == errno.ENFILE:
-        return "the system cannot open more files", "Close programs, or raise the limit (sysctl fs.file-max)"
     if error.errno == errno.EAGAIN:
         advice = "End some, or raise the limit (ulimit -u, or the container's)"
         return "this user or container has reached its limit of processes", advice
     if error.errno == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         return f"files of this process may have at most {most:,} bytes", f"Raise the limit (ulimit -f); {_NO_COPY}"
-    if error.errno == errno.EDQUOT:
-        return f"this user's quota in {folder} is used up", "Delete files there, or request a larger quota"
     if error.errno == errno.ENOSPC:
         return _no_room(Path(error.filename).parent if isinstance(error.filename, str) else folder)
     return None

@@ -9,12 +9,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib import import_module
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -104,52 +103,15 @@ def _begin(rank: int, place: str, temporary: str, own: Path, since: int, *shared
 
 
 def _replace_functions(undo: ExitStack) -> None:
-    """Replace Python's functions and compiled ones until `undo`, also in modules that are imported later."""
+    """Replace Python's functions and compiled ones until `undo`."""
     replaced = [*_of_python()]
+    for name in COMPILED:  # now, so that modules that are imported later get the replacements by name
+        with contextlib.suppress(Exception):  # it may not be installed
+            import_module(name)
     for name in COMPILED.keys() & sys.modules.keys():
         replaced.extend(replacements_in(_overlay, sys.modules[name]))
-
-    def add(module: ModuleType) -> None:
-        later = [*replacements_in(_overlay, module)]
-        replaced.extend(later)
-        _swap(later)
-
-    finder = _WhenImported({name for name in COMPILED if name not in sys.modules}, add)
     undo.callback(lambda: _swap([(owner, name, new, old) for owner, name, old, new in replaced]))
     _swap(replaced)
-    sys.meta_path.insert(0, finder)
-    undo.callback(sys.meta_path.remove, finder)
-
-
-class _WhenImported(MetaPathFinder):
-    """Calls `do` with each of the `waiting` modules right after its import, before the importing code continues."""
-
-    def __init__(self, waiting: set[str], do: Callable[[ModuleType], object]) -> None:
-        self._waiting, self._do = waiting, do
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
-        if fullname not in self._waiting:
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = find(fullname, path, target) if find and finder is not self else None
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader.exec_module = self._executing(spec.loader.exec_module)  # type: ignore[method-assign, assignment]
-                return spec
-        return None
-
-    def _executing(self, execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            if module.__name__ in self._waiting:
-                self._waiting.remove(module.__name__)
-                self._do(module)
-
-        return exec_module
 
 
 def _of_python() -> Iterator[tuple[Any, str, Any, Any]]:

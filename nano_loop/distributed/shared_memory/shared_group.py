@@ -2,8 +2,8 @@
 
 torch accepts process groups written in Python like built-in ones, so `torch.distributed`'s functions,
 `DistributedSampler`, `DistributedDataParallel` and libraries based on them work in a run as they do with gloo.
-Collectives with ``async_op=True`` are finished when they return. Point-to-point messages and coalesced collectives
-raise an error that names the alternative.
+Collectives with ``async_op=True`` are finished when they return. Point-to-point messages, reduce_scatter,
+all_to_all_single and coalesced collectives raise an error that names the alternative.
 """
 
 from __future__ import annotations
@@ -134,17 +134,6 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         self._reduce(tensors[0], opts.reduceOp, here=self.rank() == opts.rootRank)
         return Done([*tensors])
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Done:
-        """See `torch.distributed.reduce_scatter`."""
-        sizes = [tensor.numel() for tensor in inputs[0]]
-        self._reduce_scatter(outputs[0], torch.cat([flattened(tensor) for tensor in inputs[0]]), sizes, opts)
-        return Done([*outputs])
-
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done:
-        """See `torch.distributed.reduce_scatter_tensor`."""
-        self._reduce_scatter(output, flattened(tensor), [output.numel()] * self.size(), opts)
-        return Done([output])
-
     def _reduce(self, tensor: torch.Tensor, operation: Any, *, here: bool) -> None:
         if tensor.layout is not torch.strided:
             _reduce_sparse(self._channel, tensor, operation, here=here)
@@ -152,21 +141,13 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         name = _name_of(operation)
 
         def change(whole: torch.Tensor) -> None:
-            for part in _split(whole.view(-1), _PIECE):
-                total = self._total(f"{name} of {whole.numel()} {whole.dtype}", part, name)
+            for part in whole.view(-1).split(_PIECE):  # type: ignore[no-untyped-call]
+                parts = self._exchange(f"{name} of {whole.numel()} {whole.dtype}", part)
+                total = _reduced(name, [one.view(part.dtype) for one in parts])
                 if here:
                     part.copy_(total.view(part.shape))
 
         with_copy(tensor, change)
-
-    def _reduce_scatter(self, output: torch.Tensor, stream: torch.Tensor, sizes: list[int], opts: Any) -> None:
-        name = _name_of(opts.reduceOp)
-        total = self._total(f"scattered {name} of {sizes} {output.dtype}", stream, name)
-        _fill(output, total[sum(sizes[: self.rank()]) :][: output.numel()])
-
-    def _total(self, what: str, sent: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the reduction of all ranks' tensors in rank order, bitwise identical on every rank."""
-        return _reduced(name, [part.view(sent.dtype) for part in self._exchange(what, sent)])
 
     # --- parts ---
 
@@ -189,23 +170,6 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
             _fill(output, stream[start : start + lengths[self.rank()]].clone())  # copied to aligned memory
         return Done([*outputs])
 
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int] | None = None,
-        input_sizes: Sequence[int] | None = None,
-        opts: Any = None,
-    ) -> Done:
-        """See `torch.distributed.all_to_all_single`."""
-        inputs = _split(tensor, [*input_sizes]) if input_sizes else tensor.chunk(self.size())
-
-        def fill(whole: torch.Tensor) -> None:
-            self.alltoall(_split(whole, [*output_sizes]) if output_sizes else whole.chunk(self.size()), inputs)
-
-        with_copy(output, fill)
-        return Done([output])
-
     def barrier(self, opts: Any = None) -> Done:
         """See `torch.distributed.barrier`."""
         self._channel.exchange(b"", "barrier")
@@ -216,24 +180,24 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         hint = "Use broadcast or all_gather, which every rank calls, or pass process_group_backend='gloo'"
         raise NanoError(error_message("a message from one rank to another", expected, hint))
 
+    def _refuse_rare(self, *args: Any, **kwargs: Any) -> NoReturn:
+        expected = "processes on one host exchange values by other collectives"
+        hint = "Use all_reduce or all_to_all, or pass process_group_backend='gloo'"
+        raise NanoError(error_message("a reduce_scatter or all_to_all_single", expected, hint))
+
     def _refuse_coalesced(self, *args: Any, **kwargs: Any) -> NoReturn:
         expected = "processes on one host accept one tensor per call"
         raise NanoError(error_message("a coalesced collective", expected, "Call the collective for each tensor"))
 
     send = recv = recv_anysource = _refuse_message
+    # `_reduce_scatter_base` and `alltoall_base` are the names in torch 2.8, and in the C++ of all versions.
+    reduce_scatter = reduce_scatter_single = _reduce_scatter_base = _refuse_rare
+    all_to_all_single = alltoall_base = _refuse_rare
     allgather_coalesced = allreduce_coalesced = _refuse_coalesced
     all_gather_single_coalesced = allgather_into_tensor_coalesced = _refuse_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _refuse_coalesced
 
-    # The names in torch 2.8, and in the C++ of all versions.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-
-
-def _split(tensor: torch.Tensor, sizes: int | list[int]) -> Sequence[torch.Tensor]:
-    parts: Sequence[torch.Tensor] = tensor.split(sizes)  # type: ignore[no-untyped-call]
-    return parts
+    _allgather_base = all_gather_single  # the name in torch 2.8, and in the C++ of all versions
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -281,7 +245,10 @@ def _name_of(operation: Any) -> str:
 
 
 def _reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the reduction of all ranks' tensors in rank order, in the memory of the first."""
+    """Return the reduction of all ranks' tensors in rank order, bitwise identical on every rank.
+
+    It is computed in the memory of the first.
+    """
     total, *others = parts
     for other in others:
         _COMBINE[name](total, other)

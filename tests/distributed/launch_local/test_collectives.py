@@ -72,12 +72,8 @@ def moved(rank):
     distributed.scatter(found["scatter"], [torch.ones(2), torch.ones(2) * 2] if rank == 0 else None, 0)
     found["gather"] = two() if rank == 1 else []
     distributed.gather(mine, found["gather"] or None, 1)
-    found["reduce_scatter"] = torch.zeros(2)
-    distributed.reduce_scatter(found["reduce_scatter"], [mine, mine + 10])
     found["all_to_all"] = [torch.zeros(1 + rank), torch.zeros(1 + rank)]
     distributed.all_to_all(found["all_to_all"], [mine[:1], mine])
-    found["all_to_all_single"] = torch.zeros(4, dtype=torch.int16)
-    distributed.all_to_all_single(found["all_to_all_single"], torch.arange(4, dtype=torch.int16) + 10 * rank)
     objects, one = [f"of {rank}"], [None]
     distributed.broadcast_object_list(objects, 1)
     distributed.scatter_object_list(one, ["a", "b"] if rank == 0 else None, 0)
@@ -91,9 +87,7 @@ MOVED = [
         "all_gather": [[0, 0], [1, 1]],
         "scatter": [rank + 1] * 2,
         "gather": [[0, 0], [1, 1]] if rank else [],
-        "reduce_scatter": [1, 1] if rank == 0 else [21, 21],
         "all_to_all": [[0] * (1 + rank), [1] * (1 + rank)],
-        "all_to_all_single": [0, 1, 10, 11] if rank == 0 else [2, 3, 12, 13],
         "objects": ["of 1", "ab"[rank]],
     }
     for rank in range(2)
@@ -101,10 +95,15 @@ MOVED = [
 
 
 def refused(rank):
-    """Return the error messages of point-to-point calls and of a coalesced collective."""
+    """Return the error messages of point-to-point calls, of rare collectives, and of a coalesced one."""
     value, told = torch.ones(2), []
+    # Older versions of torch have only the second name.
+    reduce_scatter_single = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
     every = [distributed.P2POp(distributed.isend, value, 1 - rank)]
     for call, *args in (
+        (distributed.reduce_scatter, value, [value, value]),
+        (reduce_scatter_single, value, torch.ones(4)),
+        (distributed.all_to_all_single, torch.ones(2), value),
         (distributed.isend, value, 1 - rank),
         (distributed.recv, value),
         (distributed.group.WORLD.allreduce_coalesced, [value, value]),
@@ -153,9 +152,10 @@ def test_functions_of_torch_distributed_give_what_they_are_documented_to_give():
     assert second["reductions"] == REDUCED
     assert first["reductions"] == {name: each for name, each in REDUCED.items() if name != "reduced to 1"}
     assert [first["moved"], second["moved"]] == MOVED
-    for sent, received, coalesced in (first["refused"], second["refused"]):
+    for *rare, sent, received, coalesced in (first["refused"], second["refused"]):
+        assert {message.partition(":")[0] for message in rare} == {"a reduce_scatter or all_to_all_single"}
         assert sent == received
-        assert "process_group_backend='gloo'" in sent
+        assert all("process_group_backend='gloo'" in message for message in (*rare, sent))
         assert coalesced.startswith("a coalesced collective: ")
     assert [first["groups"], second["groups"]] == [(6, "nano_loop", 2)] * 2
     assert [first["sampled"], second["sampled"]] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
