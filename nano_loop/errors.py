@@ -59,15 +59,7 @@ def _worker_error(
 
 
 class _RankError(NanoError):
-    """Another rank did not reach the point where this rank waits for it.
-
-    Parameters
-    ----------
-    message : str
-        The error message.
-    rank : int or None
-        The other rank; None if it may be any of them.
-    """
+    """Another rank did not reach the point where this rank waits for it: `rank`, or None if it may be any of them."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message, rank)

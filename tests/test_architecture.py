@@ -80,7 +80,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.launch_ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
     },
     "state_outside_the_table": {
-        **dict.fromkeys(("autotune.choices", "integrations.ipex"), "what later runs need not measure"),
+        "autotune.choices": "what later runs need not measure",
         "steps.learning_rate": "where the next run of an optimizer goes on",
         "steps.compile": "a number for each compilation",
         "api.context_manager": "the report of what was installed is asked for afterwards",
@@ -106,20 +106,20 @@ FILES_THAT_MAY_IMPORT = {
 # The line budgets of the package's folders (Python, C and headers, as counted by `wc -l`) and of the top-level modules.
 # A budget is raised in a separate commit, which states what mechanism was replaced, and by how much.
 BUDGETS = {
-    "": 450,
+    "": 425,
     "api": 1_325,
     "cli": 2_300,  # 2_100 is the goal
-    "integrations": 1_475,
-    "runtime": 2_525,  # 1_700 is the goal
-    "steps": 4_400,  # 3_300 is the goal
+    "integrations": 1_425,
+    "runtime": 2_450,  # 1_700 is the goal
+    "steps": 4_275,  # 3_300 is the goal
     "policy": 125,
-    "kernels": 11_975,  # 9_600 is the goal
-    "autotune": 650,
-    "optimizers": 1_050,  # 600 is the goal
-    "patching": 3_175,  # 2_950 is the goal
+    "kernels": 11_725,  # 9_600 is the goal
+    "autotune": 625,
+    "optimizers": 1_025,  # 600 is the goal
+    "patching": 3_125,  # 2_950 is the goal
     "precision": 1_750,
     "data": 1_350,
-    "distributed": 13_550,  # 9_800 is the goal
+    "distributed": 13_175,  # 9_800 is the goal
     "profiling": 350,  # 300 is the goal
     "config": 1_475,  # 1_300 is the goal
     "cpu": 1_175,

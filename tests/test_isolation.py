@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import threading
+import warnings
 
 import pytest
 import torch
@@ -270,6 +271,42 @@ def test_function_compiled_before_the_run_is_reported_and_one_compiled_inside_is
         train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert train.report["precision"].status == ("skipped" if is_compiled_before else "applied")
     torch.compiler.reset()
+
+
+def by_functions(weights, optimizer):
+    for _ in range(2):
+        F.linear(torch.ones(3, 4), *weights).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [nn.ParameterList, nn.ParameterDict])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_weights_without_a_call_are_trained_by_functions_without_a_warning(kind, is_alone):
+    """A list cannot be called: it holds an image that is optimized, or the weights of a model in functions."""
+
+    @nano(precision="bf16", verbose=False)
+    def train(model, optimizer):
+        by_functions([*model.parameters()], optimizer)
+
+    weight = nn.Parameter(torch.ones(2, 4))
+    model = nn.ModuleList([kind({"weight": weight} if kind is nn.ParameterDict else [weight])])
+    model = model[0] if is_alone else model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NanoWarning)
+        train(model, torch.optim.SGD([weight], lr=0.1))
+    assert train.report["precision"].status == "applied"
+    assert weight.tolist() != torch.ones(2, 4).tolist()
+
+
+def test_weights_of_a_model_that_functions_use_are_reported_as_such():
+    @nano(precision="bf16", verbose=False)
+    def train(model, optimizer):
+        by_functions([model.weight, model.bias], optimizer)
+
+    model = nn.Linear(4, 2)
+    with pytest.warns(NanoWarning, match=r"^Linear is trained in fp32.*weights are used outside of its calls"):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert train.report["precision"].status == "skipped"
 
 
 def test_models_own_bf16_buffer_comes_back_as_it_is():

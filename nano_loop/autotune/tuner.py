@@ -20,14 +20,8 @@ STEPS, SHARE = 1.8, 0.018
 class Budget:
     """The time for all measurements in a run's thread: of operators, and of steps with other settings.
 
-    It starts with the third step: the first ones allocate memory and create kernels.
-
-    Parameters
-    ----------
-    clock : StepClock
-        Counts and times the steps.
-    measures : bool
-        Whether there is any time. Rank 0 measures for all ranks.
+    It starts with the third step: the first ones allocate memory and create kernels. Only rank 0 `measures`, for all
+    ranks.
     """
 
     def __init__(self, clock: StepClock, measures: bool = True) -> None:
@@ -73,36 +67,17 @@ _ROUNDING = 2.0**-7
 
 
 class Race(NamedTuple):
-    """Algorithms for the same computation, and their required accuracy.
+    """Algorithms for the same computation, and their required accuracy."""
 
-    Attributes
-    ----------
-    algorithms : mapping of str to callable
-        The algorithms. They must not have visible side effects.
-    torchs : str
-        The name of torch's own algorithm, whose accuracy the others must match.
-    reference : callable or None
-        Computes it with small errors only. None: torch's algorithm is the reference.
-    as_exact : float
-        The maximum error relative to that of torch's algorithm, both against the reference.
-    bound : float
-        The maximum error of an algorithm if torch's algorithm is the reference.
-    pays : float
-        The speedup over the default that an algorithm must have to replace it.
-    torchs_is_beaten : bool
-        Whether the speedup is over torch's algorithm instead of the default, because the others are less accurate.
-    overhead : float
-        Additional seconds per call of any algorithm but torch's, which are not timed.
-    """
-
-    algorithms: Mapping[str, Algorithm]
-    torchs: str
-    reference: Algorithm | None
-    as_exact: float = 1.2
-    bound: float = _ROUNDING
-    pays: float = PAYS
+    algorithms: Mapping[str, Algorithm]  # without visible side effects
+    torchs: str  # the name of torch's own algorithm, whose accuracy the others must match
+    reference: Algorithm | None  # computes it with small errors only; None: torch's algorithm is the reference
+    as_exact: float = 1.2  # the maximum error relative to that of torch's algorithm, both against the reference
+    bound: float = _ROUNDING  # the maximum error of an algorithm if torch's algorithm is the reference
+    pays: float = PAYS  # the speedup over the default that an algorithm must have to replace it
+    #: Whether the speedup is over torch's algorithm instead of the default, because the others are less accurate.
     torchs_is_beaten: bool = False
-    overhead: float = 0.0
+    overhead: float = 0.0  # additional seconds per call of any algorithm but torch's, which are not timed
 
 
 class Tuner:

@@ -106,8 +106,8 @@ class Declarations:
     use_ipex: bool = switch(
         False,
         "Uses the kernels of Intel Extension for PyTorch: `pip install torch==2.8.0 "
-        "intel-extension-for-pytorch==2.8.0`. From 0.9 to 1.2 times as fast as without; the report says which, once a "
-        "process has run both.",
+        "intel-extension-for-pytorch==2.8.0`. From 0.9 to 1.2 times as fast as without; `nano-loop tune` measures "
+        "which.",
         changes_bits=True,
     )
     distributed_backend: str = option(

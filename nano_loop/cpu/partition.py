@@ -56,15 +56,10 @@ def partition(machine: Machine, num_processes: int, cores_each: int | None = Non
 
 
 def process_counts(machine: Machine) -> tuple[int, ...]:
-    """Return the numbers of processes that are worth measuring, starting with one.
+    """Return the numbers of processes that are worth measuring on a host, starting with one.
 
     For the other numbers, equal shares fill the cores of each NUMA node, so that none crosses a boundary or leaves a
     core idle. Each number is at least twice the previous one, since numbers in between differ little.
-
-    Parameters
-    ----------
-    machine : Machine
-        The host, limited to the CPUs of the process that starts the others.
     """
     cores = _cores_to_use(machine, 1)
     node_of = {cpu.id: cpu.numa_node for cpu in machine.logical_cpus}

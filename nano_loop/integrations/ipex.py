@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module, metadata
 
@@ -18,19 +18,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nano_loop.config.options import Options
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.quiet_import import leaving_no_trace
 from nano_loop.kernels.bernoulli import by_torch
-from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators import overridden, plainly, registered
-from nano_loop.runtime.objects.report import StepResult, duration
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
-from nano_loop.steps.step_time import StepTimes
 
-#: Median time per step in seconds for the runs of this process, by kind of run and by whether IPEX's kernels ran.
-_measured: dict[str, dict[str, float]] = {}
 _MODULE = "intel_extension_for_pytorch"
 _DISTRIBUTION = "intel-extension-for-pytorch"
 # Attributes of torch that importing IPEX replaces, for its own use or as workarounds for older versions of torch.
@@ -59,38 +54,18 @@ class Ipex(Step):
     once = True  # the kernels are registered for the whole process
     required = False  # skip_reason raises its own errors, which name the option and what to do
 
-    @override
-    def begin(self) -> None:
-        self._times: StepTimes | None = None
-
     @property
     @override
     def enabled(self) -> bool:
         return self.options.use_ipex
 
     @override
-    def observe(self, parts: TrainingObjects) -> None:
-        """Time the steps of the run, with or without IPEX, if a compatible IPEX is installed."""
-        if self._times is None and parts.optimizers and parts.loaders and _fits_torch():
-            self._times = StepTimes(self.clock, parts.optimizers[0])
-            self._kind = _kind_of_run(self.options, parts)
-
-    @override
     def final_result(self) -> StepResult | None:
-        """Return which is faster, with or without IPEX, once this process has run both."""
-        if not self.enabled and _MODULE in sys.modules:
-            detail = "not requested, but already imported in this process: its kernels run until the process ends"
-            return StepResult(self.name, "applied", detail)
-        median = None if self._times is None else self._times.median()
-        if median is None:
+        """Report that IPEX's kernels also run without the option if another run of this process has imported IPEX."""
+        if self.enabled or _MODULE not in sys.modules:
             return None
-        times = _measured.setdefault(self._kind, {})
-        times["IPEX" if self.enabled else "nano_loop without IPEX"] = median
-        if not self.enabled or len(times) < 2:
-            return None
-        (fast, least), (slow, most) = sorted(times.items(), key=lambda time: time[1])
-        detail = f"{fast} is faster: {duration(least)} per step, {slow} {duration(most)} ({most / least:.2f}×)"
-        return StepResult("ipex_speed", "measured", detail)
+        detail = "not requested, but already imported in this process: its kernels run until the process ends"
+        return StepResult(self.name, "applied", detail)
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -119,9 +94,9 @@ class Ipex(Step):
 
     def _check_version(self) -> None:
         """Raise if IPEX is missing or for another torch: importing it would print a message and end the process."""
-        if _fits_torch():
-            return
         version, here = _version(_DISTRIBUTION), _version("torch")
+        if _minor(version) == _minor(here):
+            return
         replaced = "" if _minor(here) == "2.8" else f", which replaces torch {here} by 2.8.0"
         advice = f"Omit it, or run pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0{replaced}"
         if not version:
@@ -169,25 +144,9 @@ def _version(distribution: str) -> str:
         return str(torch.__version__) if distribution == "torch" else ""  # torch may have been built in place
 
 
-def _fits_torch() -> bool:
-    return _minor(_version(_DISTRIBUTION)) == _minor(_version("torch"))
-
-
 def _minor(version: str) -> str:
     """Return the major and minor version. IPEX compares only these."""
     return ".".join(re.findall(r"\d+", version)[:2])
-
-
-def _kind_of_run(config: Options, parts: TrainingObjects) -> str:
-    """Return a key that is equal for two runs that differ only in IPEX."""
-    options = {
-        name: value for name, value in config.as_dict().items() if name not in ("use_ipex", "verbose", "step_time")
-    }
-    shapes = [tuple(parameter.shape) for model in parts.models for parameter in parameters_of(model)]
-    batches = [
-        (loader.batch_size, len(loader.dataset)) for loader in parts.loaders if isinstance(loader.dataset, Sized)
-    ]
-    return repr((options, shapes, [type(optimizer).__name__ for optimizer in parts.optimizers], batches))
 
 
 @functools.cache  # keeps the replacements alive: IPEX's kernels stay until the process ends

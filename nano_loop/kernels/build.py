@@ -61,17 +61,10 @@ Argument = Tensor | ctypes.Structure | bytes | int | float | None
 class CompiledKernel:
     """The functions of a C file, with the information needed to call them.
 
-    Parameters
-    ----------
-    name : str
-        The name of the file, without its suffix.
-    functions : mapping of str to tuple of Pointer
-        The functions, with their tensor parameters in order. Other arguments are numbers and structures.
-    is_threaded : bool
-        Whether the functions use torch's threads. They then accept their number as last argument and release the GIL.
-    needs_avx512_bf16 : bool
-        Whether they require the bf16 instructions of AVX-512. The file then includes ``avx512_bf16.h`` and defines
-        ``NAME_bytes``, which returns the memory that a call needs.
+    `name` is that of the file, without its suffix. `functions` have their tensor parameters in order; other arguments
+    are numbers and structures. If they use torch's threads, they accept their number as last argument and release the
+    GIL. A file that `needs_avx512_bf16`, the bf16 instructions of AVX-512, includes ``avx512_bf16.h`` and defines
+    ``NAME_bytes``, which returns the memory that a call needs.
     """
 
     def __init__(

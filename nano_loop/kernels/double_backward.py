@@ -44,21 +44,12 @@ def gradients_of(
     compute: Callable[[], Sequence[Tensor | None] | None],
     by_torch: Callable[..., Tensor | Sequence[Tensor]],
 ) -> tuple[Tensor | None, ...]:
-    """Return the result of an autograd function's backward.
+    """Return the result of an autograd function's backward, given the gradients of the outputs.
 
-    Parameters
-    ----------
-    ctx : torch.autograd.function.FunctionCtx
-        The context of the backward.
-    inputs : sequence of torch.Tensor or None
-        The leading inputs of the function, as saved. All other inputs have no gradient.
-    gradients : sequence of torch.Tensor or None
-        The gradients of the outputs.
-    compute : callable
-        Returns the gradients of `inputs`, or None if torch must compute them. torch does not track it.
-    by_torch : callable
-        Accepts `inputs` and returns the outputs by torch operators, which torch then differentiates. So there is a
-        second derivative if these have one.
+    `inputs` are the leading inputs of the function, as saved. All other inputs have no gradient. `compute` returns the
+    gradients of `inputs`, or None if torch must compute them; torch does not track it. `by_torch` accepts `inputs` and
+    returns the outputs by torch operators, which torch then differentiates. So there is a second derivative if these
+    have one.
     """
     needs = ctx.needs_input_grad
     if all(gradient is None for gradient in gradients):

@@ -33,24 +33,14 @@ _MOST_NODES, _MOST_DRAWS = 256, 1 << 16
 
 
 class _Call(threading.local):
-    """The model call that this thread is in.
+    """The model call that this thread is in."""
 
-    Attributes
-    ----------
-    is_converted : bool or None
-        Whether `channels_last` converts the model. None: unknown, as in compiled code.
-    is_unmarked : bool
-        Whether the most recently converted tensor has no node to mark. It decides if there is no graph.
-    latest : tuple
-        The address of the latest `empty_like` of an NHWC tensor, and whether that is NHWC due to `channels_last`.
-    is_mask : bool or None
-        The `is_mask` that `drawn` should use; None: the argument passed to it.
-    """
-
-    is_converted: bool | None = None
+    is_converted: bool | None = None  # whether `channels_last` converts the model; None: unknown, as in compiled code
+    #: Whether the most recently converted tensor has no node to mark. It decides if there is no graph.
     is_unmarked = False
+    #: The address of the latest `empty_like` of an NHWC tensor, and whether that is NHWC due to `channels_last`.
     latest = (0, False)
-    is_mask: bool | None = None
+    is_mask: bool | None = None  # the `is_mask` that `drawn` should use; None: the argument passed to it
 
 
 _call = _Call()

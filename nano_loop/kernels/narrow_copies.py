@@ -51,28 +51,17 @@ _NONE = _Copy(-1, lambda: None)
 
 
 class _State:
-    """The state of a thread.
-
-    Attributes
-    ----------
-    factors : tuple of torch.Tensor
-        The factors that the graph of the current product keeps. Empty outside of such a call.
-    copies : dict
-        Those that it has rounded, in bf16, by their position.
-    result : tuple of torch.Tensor or None
-        Its result in fp32 and, with the same values, in bf16.
-    kept : WeakTensorKeyDictionary
-        The copies of factors, which live as long as a graph keeps them, by the tensor that has the factor's memory.
-    last : WeakTensorKeyDictionary
-        The bf16 values of the last product's result, until the result is freed or another product is computed: the
-        operator that reads the result is not known yet.
-    """
+    """The state of a thread."""
 
     def __init__(self) -> None:
+        #: The factors that the graph of the current product keeps. Empty outside of such a call.
         self.factors: tuple[Tensor, ...] = ()
-        self.copies: dict[int, Tensor] = {}
-        self.result: tuple[Tensor, Tensor] | None = None
+        self.copies: dict[int, Tensor] = {}  # those that it has rounded, in bf16, by their position
+        self.result: tuple[Tensor, Tensor] | None = None  # its result in fp32 and, with the same values, in bf16
+        #: The copies of factors, which live as long as a graph keeps them, by the tensor that has the factor's memory.
         self.kept: Any = WeakTensorKeyDictionary()
+        #: The bf16 values of the last product's result, until the result is freed or another product is computed: the
+        #: operator that reads the result is not known yet.
         self.last: Any = WeakTensorKeyDictionary()
 
 

@@ -35,44 +35,25 @@ _MOST_EXPONENT = 126
 
 
 class Call(NamedTuple):
-    """A call of an operator, the argument of algorithms.
+    """A call of an operator, the argument of algorithms."""
 
-    Attributes
-    ----------
-    operator : str
-        A short name of the computation.
-    tensors : tuple of torch.Tensor or None
-        The tensors. Those to be rounded come first.
-    numbers : tuple
-        Other arguments that affect the time. Of float factors, it only matters whether they are 0.
-    kernel : callable or None
-        torch's own kernel, without the dispatch key set.
-    multiplications : int
-        The number of multiplications of a product.
-    details : Any
-        Other data for algorithms that does not affect the time.
-    leaves : int
-        The number of leading tensors whose gradients are included in the time.
-    numbers_in : {"", "bf16", "fp32", "rounded", "kept"}
-        The precision that algorithms must reach, if the dtype of the first tensor does not determine it.
-    rough : tuple of int
-        The dimensions of the first tensor that may be batch dimensions. Calls with similar sizes in these share a
-        result. By default, the outermost dimension in memory.
-    timed : callable or None
-        Accepts a call and returns the call to measure: smaller if it is large, without random numbers, and without side
-        effects. Returns None if it should not be measured. By default, a call is measured unchanged unless a tensor has
-        more than `MOST_ELEMENTS`.
-    """
-
-    operator: str
-    tensors: tuple[Any, ...]
+    operator: str  # a short name of the computation
+    tensors: tuple[Any, ...]  # the tensors; those to be rounded come first
+    #: Other arguments that affect the time. Of float factors, it only matters whether they are 0.
     numbers: tuple[Any, ...] = ()
-    kernel: Kernel | None = None
-    multiplications: int = 0
-    details: Any = None
-    leaves: int = 0
+    kernel: Kernel | None = None  # torch's own kernel, without the dispatch key set
+    multiplications: int = 0  # of a product
+    details: Any = None  # other data for algorithms that does not affect the time
+    leaves: int = 0  # the number of leading tensors whose gradients are included in the time
+    #: The precision that algorithms must reach, if the dtype of the first tensor does not determine it: "bf16", "fp32",
+    #: "rounded" or "kept".
     numbers_in: str = ""
+    #: The dimensions of the first tensor that may be batch dimensions. Calls with similar sizes in these share a
+    #: result. By default, the outermost dimension in memory.
     rough: tuple[int, ...] = ()
+    #: Accepts a call and returns the call to measure: smaller if it is large, without random numbers, and without side
+    #: effects. Returns None if it should not be measured. By default, a call is measured unchanged unless a tensor has
+    #: more than `MOST_ELEMENTS`.
     timed: Callable[[Call], Call | None] | None = None
 
     @property
@@ -88,37 +69,21 @@ Compute = Callable[[Call], Any]
 
 
 class Algorithm(NamedTuple):
-    """An algorithm for an operator.
-
-    Attributes
-    ----------
-    name : str
-        Its name, used to choose it.
-    compute : callable
-        Computes a call.
-    dtypes : tuple of torch.dtype
-        The supported dtypes of the first tensor.
-    is_exact : bool
-        Whether it rounds no more than torch does. Other algorithms round the inputs of products, and are only used if
-        the model's policy allows it.
-    supports : callable
-        Whether it supports a call whose first tensor has one of the dtypes.
-    kernel : str or None
-        The C file that a model's rules must name to allow it for fp32 tensors.
-    is_raced : bool
-        Whether it is used only if it is the default or was measured to be the fastest. If False, it computes every call
-        that it supports.
-    has_reference : bool
-        Whether torch's fp32 kernel is the reference for the error of algorithms. If False, torch's own kernel is.
-    """
+    """An algorithm for an operator."""
 
     name: str
     compute: Compute
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype, ...]  # the supported dtypes of the first tensor
+    #: Whether it rounds no more than torch does. Other algorithms round the inputs of products, and are only used if
+    #: the model's policy allows it.
     is_exact: bool = True
+    #: Whether it supports a call whose first tensor has one of the dtypes.
     supports: Callable[[Call], bool] = lambda call: True
-    kernel: str | None = None
+    kernel: str | None = None  # the C file that a model's rules must name to allow it for fp32 tensors
+    #: Whether it is used only if it is the default or was measured to be the fastest. If False, it computes every call
+    #: that it supports.
     is_raced: bool = True
+    #: Whether torch's fp32 kernel is the reference for the error of algorithms. If False, torch's own kernel is.
     has_reference: bool = False
 
 
@@ -148,52 +113,30 @@ def in_fp32(args: Sequence[Any]) -> Sequence[Any]:
 
 
 class Override(NamedTuple):
-    """A replacement of one of torch's kernels.
+    """A replacement of one of torch's kernels."""
 
-    Attributes
-    ----------
-    operator : str
-        The ATen operator with its overload, such as ``addmm.out``.
-    algorithms : tuple of Algorithm
-        The algorithms other than torch's. The first one that is allowed and chosen is used.
-    supports : callable
-        Accepts torch's kernel and the operator's arguments. Returns the call, or None if torch should always compute
-        it. It is called first and must be cheap, because most calls of small models are too small.
-    default : callable
-        Accepts a call and returns the name of the algorithm to use if there is no measurement.
-    by_torch : callable
-        Computes a call by torch's kernel.
-    dispatch_key : str
-        The dispatch key of the kernel.
-    product : str
-        The key in `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS` if the operator is a product.
-    factors : int
-        The number of leading tensors that a product multiplies.
-    packs : bool
-        Whether a rounding algorithm needs no separate cast.
-    in_fp16 : callable or None
-        Accepts a call and its factors rounded to fp16 values, if `by_torch` cannot compute the call from these.
-    rules : callable
-        Accepts a call and returns the rules of the model that it belongs to, or None.
-    otherwise : callable or None
-        Computes the operator if torch does not return its kernel (before 2.9). None: it is not replaced then.
-    reads_copies : bool
-        Whether the operator belongs to a backward and accepts bf16 copies beside an fp32 gradient, its first argument;
-        see `nano_loop.kernels.narrow_copies`. torch's kernel gets them in fp32.
-    """
-
-    operator: str
+    operator: str  # the ATen operator with its overload, such as ``addmm.out``
+    #: The algorithms other than torch's. The first one that is allowed and chosen is used.
     algorithms: tuple[Algorithm, ...]
+    #: Accepts torch's kernel and the operator's arguments. Returns the call, or None if torch should always compute it.
+    #: It is called first and must be cheap, because most calls of small models are too small.
     supports: Callable[..., Call | None]
+    #: Returns the name of the algorithm to use if there is no measurement.
     default: Callable[[Call], str] = compiled_default
-    by_torch: Compute = by_kernel
+    by_torch: Compute = by_kernel  # computes a call by torch's kernel
     dispatch_key: str = "CPU"
+    #: The key in `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS` if the operator is a product.
     product: str = ""
-    factors: int = 0
-    packs: bool = False
+    factors: int = 0  # the number of leading tensors that a product multiplies
+    packs: bool = False  # whether a rounding algorithm needs no separate cast
+    #: Accepts a call and its factors rounded to fp16 values, if `by_torch` cannot compute the call from these.
     in_fp16: Callable[[Call, list[torch.Tensor]], Any] | None = None
+    #: Returns the rules of the model that a call belongs to, or None.
     rules: Callable[[Call], Rules | None] = lambda call: rules_now()
+    #: Computes the operator if torch does not return its kernel (before 2.9). None: it is not replaced then.
     otherwise: Callable[..., Any] | None = None
+    #: Whether the operator belongs to a backward and accepts bf16 copies beside an fp32 gradient, its first argument;
+    #: see `nano_loop.kernels.narrow_copies`. torch's kernel gets them in fp32.
     reads_copies: bool = False
     keeps_rounded: bool = False
 

@@ -52,27 +52,15 @@ class RowStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """How one of torch's kernels steps rows.
+    """How one of torch's kernels steps rows."""
 
-    Attributes
-    ----------
-    by_torch : callable
-        Calls torch's kernel with lists of tensors and the settings.
-    by_rows : callable
-        Takes a step and the number of rows to consider, and updates those that change.
-    settings : callable
-        Returns a group's settings, with the names of the kernel.
-    states : callable
-        Returns the names of the states for given settings.
-    has_counter : bool
-        Whether torch counts steps, and its kernel takes the counters after the states.
-    """
-
-    by_torch: Callable[..., None]
+    by_torch: Callable[..., None]  # calls torch's kernel with lists of tensors and the settings
+    #: Takes a step and the number of rows to consider, and updates those that change.
     by_rows: Callable[[RowStep, int], None]
+    #: Returns a group's settings, with the names of the kernel.
     settings: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    states: Callable[[Mapping[str, Any]], tuple[str, ...]]
-    has_counter: bool
+    states: Callable[[Mapping[str, Any]], tuple[str, ...]]  # returns the names of the states for given settings
+    has_counter: bool  # whether torch counts steps, and its kernel takes the counters after the states
 
 
 def row_step(rule: Rule, tensors: Sequence[Tensor], settings: Mapping[str, Any]) -> RowStep | None:

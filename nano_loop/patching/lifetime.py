@@ -31,14 +31,7 @@ class WeakIdKeyDictionary(weak.WeakIdKeyDictionary):
 def undone_with(owner: object, undoing: ExitStack) -> ExitStack:
     """Return an exit stack that is closed when `owner` is freed, or with `undoing` before that.
 
-    Tables keyed by object id need this, since ids are reused.
-
-    Parameters
-    ----------
-    owner : object
-        A model, an optimizer or a loader. The stack must not keep it alive.
-    undoing : contextlib.ExitStack
-        The exit stack of the run.
+    Tables keyed by object id need this, since ids are reused. The stack must not keep `owner` alive.
     """
     stack = ExitStack()
     finalizer = weakref.finalize(owner, stack.close)

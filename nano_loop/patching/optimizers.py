@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -124,6 +125,15 @@ def called_after_steps(function: _StepHook) -> AbstractContextManager[None]:
 
 
 # --- layouts ---
+
+
+def is_in_step(frame: FrameType | None) -> bool:
+    """Whether a frame belongs to the step of an optimizer, and not to its closure, which enables gradients."""
+    while frame is not None and not torch.is_grad_enabled():
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -58,30 +58,15 @@ class Chooser(Protocol):
 
 
 class Rules(NamedTuple):
-    """The rules for the calls into one model, and for their backward.
+    """The rules for the calls into one model, and for their backward."""
 
-    Attributes
-    ----------
-    operators : mapping of str to callable
-        How listed operators are computed under autocast, by operator name.
-    policy : ProductPolicy or None
-        Decides which fp32 products round their inputs. None: none of them.
-    kernels : frozenset of str
-        The C files whose functions may compute fp32 tensors.
-    takes_kernels : bool
-        Whether these functions are used wherever possible: in reduced precision, where few tensors are fp32.
-    chooser : Chooser or None
-        Chooses the measured algorithms. None: the default choices apply.
-    owner : int
-        The id of the interceptor that owns these rules.
-    """
-
-    operators: Mapping[str, OperatorRule] = {}
-    policy: ProductPolicy | None = None
-    kernels: frozenset[str] = frozenset()
+    operators: Mapping[str, OperatorRule] = {}  # how listed operators are computed under autocast, by operator name
+    policy: ProductPolicy | None = None  # decides which fp32 products round their inputs; None: none of them
+    kernels: frozenset[str] = frozenset()  # the C files whose functions may compute fp32 tensors
+    #: Whether these functions are used wherever possible: in reduced precision, where few tensors are fp32.
     takes_kernels: bool = False
-    chooser: Chooser | None = None
-    owner: int = 0
+    chooser: Chooser | None = None  # chooses the measured algorithms; None: the default choices apply
+    owner: int = 0  # the id of the interceptor that owns these rules
 
 
 NO_RULES = Rules()
@@ -98,42 +83,24 @@ class _Graphs:
 
 
 class CallState(threading.local):
-    """The state of the intercepted call that this thread is in.
+    """The state of the intercepted call that this thread is in."""
 
-    Attributes
-    ----------
-    in_call : bool
-        Whether the thread is inside an intercepted call.
-    accelerated : bool
-        Whether that call is into a set-up model, rather than one that should run like the plain loop.
-    interceptors : dict
-        The interceptors of a module, by module id, shared by all threads. A module has several if several threads or
-        nested runs have set it up.
-    watchers : list
-        Functions around calls into modules without interceptors, shared by all threads. They are called with the
-        function, the module and the arguments.
-    watched : bool
-        Whether the thread is inside a call that went through a watcher.
-    graphs : _Graphs
-        The graphs of this thread's calls.
-    copies : object or None
-        The state of `nano_loop.kernels.narrow_copies` in this thread.
-    at_end : list or None
-        Callbacks to run at the end of this thread's outermost backward while an inner one runs; None otherwise.
-    """
-
+    #: By module id. A module has several if several threads or nested runs have set it up. Shared by all threads.
     interceptors: dict[int, tuple[Any, ...]] = process_wide("interceptors of calls, by module", {})
+    #: Functions around calls into modules without interceptors, called with the function, the module and the arguments.
+    #: Shared by all threads.
     watchers: list[Callable[..., Any]] = process_wide("watchers of calls", [])
 
     def __init__(self) -> None:
-        self.in_call = False  # on the object: `torch.compile` guards on its presence
-        self.accelerated = False
+        self.in_call = False  # an intercepted one; on the object: `torch.compile` guards on its presence
+        self.accelerated = False  # whether that call is into a set-up model, and should not run like the plain loop
         self.modules = NONE  # by module id
         self.rules = NO_RULES
-        self.watched = False
+        self.watched = False  # whether the thread is inside a call that went through a watcher
         self.has_no_policy = False  # whether products are currently in fp32 regardless of the rules
-        self.graphs = _Graphs()
-        self.copies: Any = None
+        self.graphs = _Graphs()  # of this thread's calls
+        self.copies: Any = None  # the state of `nano_loop.kernels.narrow_copies` in this thread
+        #: Callbacks to run at the end of this thread's outermost backward while an inner one runs; None otherwise.
         self.at_end: list[Callable[[], None]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -60,19 +60,9 @@ until_undone: dict[Callable[..., Any], ExitStack] = process_wide("changes that t
 
 @contextmanager
 def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value]]) -> Iterator[Value]:
-    """Make a process-wide change that lasts until its last user has exited.
+    """Make a process-wide change that lasts until its last user has exited; `key` identifies it.
 
-    Parameters
-    ----------
-    key : hashable
-        Identifies the change, such as an operator with its dispatch key.
-    make : callable
-        Returns the context manager that makes and undoes the change. It is called for the first user only.
-
-    Yields
-    ------
-    object
-        The value of the context manager, the same for every user.
+    `make` is called for the first user only. Every user gets the value of its context manager.
     """
     with _lock:
         change = _changes.get(key)

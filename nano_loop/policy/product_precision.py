@@ -31,30 +31,16 @@ _RATE = 5e10
 class Policy:
     """Decides which products of a run's models round their inputs. Sums and results are fp32.
 
-    Parameters
-    ----------
-    dtype : torch.dtype
-        The dtype to which inputs are rounded: bfloat16 or float16.
-    record : callable
-        Called for each product that rounds, with the dtype, its kind, and the number of values packed without a cast.
-
-    Attributes
-    ----------
-    dtype : torch.dtype
-        The dtype to which inputs are rounded.
-    has_rounded : bool
-        Whether any product has rounded.
-    large, tried : set of str
-        The kinds with a product that was large enough, and those with an algorithm that rounds.
-    is_paused : bool
-        Whether all products are in fp32 now.
+    `record` is called for each product that rounds, with the dtype, its kind, and the number of values packed without a
+    cast.
     """
 
     def __init__(self, dtype: torch.dtype, record: Callable[[torch.dtype, str, int], None]) -> None:
-        self.dtype = dtype
-        self.has_rounded = self.is_paused = False
-        self.large: set[str] = set()
-        self.tried: set[str] = set()
+        self.dtype = dtype  # to which inputs are rounded: bfloat16 or float16
+        self.has_rounded = False
+        self.is_paused = False  # whether all products are in fp32 now
+        self.large: set[str] = set()  # the kinds with a product that was large enough
+        self.tried: set[str] = set()  # the kinds with an algorithm that rounds
         self._record = record
         self._least: dict[str, float] = {}
         self.watch()

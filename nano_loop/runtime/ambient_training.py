@@ -23,13 +23,6 @@ class Training:
     """A run for models that are trained together. It ends when all objects that it weakly references have been freed.
 
     The outer run is None if nothing is set up.
-
-    Attributes
-    ----------
-    models : WeakIdKeyDictionary
-        The models, as keys.
-    has_ended : bool
-        Whether its run has ended.
     """
 
     def __init__(self, outer: Run | None) -> None:

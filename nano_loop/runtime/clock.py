@@ -32,24 +32,14 @@ class StepClock:
 
     A step that raises does not end; the next one starts over. If a class overrides ``step`` and calls its base's
     ``step``, torch calls the hooks of both. Such a step ends once, with the outer one.
-
-    Attributes
-    ----------
-    steps : int
-        The number of steps that have ended.
-    began : float
-        The time when the first step ended, in seconds.
-    thread : int
-        The thread whose steps count.
-    shortest : float
-        The minimum seconds from the end of a step to the end of the next, of any optimizer.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.began, self.shortest = 0.0, math.inf
-        self._ended = 0.0
-        self.thread = threading.get_ident()
+        self.steps = 0  # the number of steps that have ended
+        self.began = self._ended = 0.0  # the times when the first and the last step ended, in seconds
+        #: The minimum seconds from the end of a step to the end of the next, of any optimizer.
+        self.shortest = math.inf
+        self.thread = threading.get_ident()  # the thread whose steps count
         self._optimizers: Any = WeakIdKeyDictionary()
         # Tuples, so that they do not change while their functions are called.
         self._before: tuple[Before, ...] = ()

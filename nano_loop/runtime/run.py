@@ -78,24 +78,11 @@ class RunTask(Task):
 class Run:
     """One run, as a context manager: it joins the ranks on entry and undoes all steps, in reverse order, on exit.
 
-    Parameters
-    ----------
-    settings : Settings
-        The options and the machine.
-    task : RunTask, optional
-        The work of ranks in other processes. None for a run of one process.
-    slot : RankSlot, optional
-        This process's place in a run whose ranks have already been joined.
-    launcher : Launcher, optional
-        Joins the ranks. By default, the options and the environment select it.
-    printed : LastPrinted, optional
-        The report lines that the previous run printed. They are not printed again.
-    outer : Run, optional
-        The outer run, in the same process and with the same report.
-    step_types : sequence of type, optional
-        The classes of its steps, in order. By default, those of the task, or all.
-    in_all_threads : bool
-        Whether it applies to all threads that are not in another run, and not only to the thread that enters it.
+    `task` is the work of ranks in other processes; None for a run of one process. `slot` is this process's place in a
+    run whose ranks have already been joined; otherwise, `launcher` joins them, which the options and the environment
+    select by default. The report lines in `printed` are not printed again. `outer` is a run in the same process and
+    with the same report. A run `in_all_threads` applies to all threads that are not in another run, and not only to the
+    thread that enters it.
     """
 
     def __init__(

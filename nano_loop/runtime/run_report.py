@@ -23,16 +23,10 @@ _MUCH = 100 << 20  # the report lists copies of arguments from this number of by
 
 
 class RunReport:
-    """The report of a run and its nested runs, which rank 0 prints, except for lines that the previous run printed.
-
-    Attributes
-    ----------
-    report : SetupReport or None
-        None until something is added.
-    """
+    """The report of a run and its nested runs, which rank 0 prints, except for lines that the previous run printed."""
 
     def __init__(self, options: Options, printed: LastPrinted) -> None:
-        self.report: SetupReport | None = None
+        self.report: SetupReport | None = None  # None until something is added
         self._options = options
         self._printer = ReportPrinter(printed)
         #: Options that did not apply in any nested run that has ended, by name; None if no nested run has ended.

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,19 +95,9 @@ class Settings:
     def read(cls, arguments: Mapping[str, Any], is_complete: bool = True) -> Settings:
         """Read the options of a call from its arguments, the environment and `nano-loop tune`, and inspect the machine.
 
-        Parameters
-        ----------
-        arguments : mapping
-            The options by name.
-        is_complete : bool
-            Whether these are all options. If not, options that have no effect are not an error.
-
-        Raises
-        ------
-        NanoConfigError
-            If options are invalid or have no effect. The message lists all of them.
-        NanoError
-            If the options request processes that were not started.
+        Raises a `NanoConfigError` that lists all options that are invalid or have no effect, and a `NanoError` if the
+        options request processes that were not started. Unless the options are `is_complete`, those that have no effect
+        are not an error.
         """
         options, machine = Options.from_call(arguments), read_machine()
         # All online CPUs: a worker process, which imports the program again, may use only its share.
@@ -116,10 +106,6 @@ class Settings:
             options.refuse_idle(cpus, is_launched=without_launch(os.environ) != os.environ)
         _refuse_missing_launch(options)
         return cls(with_learnt(options, machine, arguments), machine)
-
-    def changed(self, **values: Any) -> Settings:
-        """Return settings with some options changed."""
-        return replace(self, options=self.options.changed(values))
 
     def expected_ranks(self) -> Ranks:
         """Return this process's place in its next run, as far as it is known in advance."""

@@ -32,14 +32,6 @@ class SteppedOptimizers:
     counts its steps, since other ranks may not step it. `hint` says how to set up objects, and `apply` does it. `unmet`
     is called at the first step of the run, and returns the options set to True that do not apply to any set-up object,
     with reasons and hints.
-
-    Attributes
-    ----------
-    take : callable or None
-        In the ambient mode, sets up an optimizer that trains no set-up model. It returns False to be called again
-        before the next step.
-    saw_inner_run : bool
-        Whether optimizers have stepped in a nested run.
     """
 
     def __init__(
@@ -51,8 +43,10 @@ class SteppedOptimizers:
         unmet: Callable[[], Iterable[tuple[str, str, str]]],
         clock: StepClock,
     ) -> None:
+        #: In the ambient mode, sets up an optimizer that trains no set-up model. It returns False to be called again
+        #: before the next step.
         self.take: Callable[[Optimizer], bool] | None = None
-        self.saw_inner_run = False
+        self.saw_inner_run = False  # whether optimizers have stepped in a nested run
         self._ranks, self._scope, self._hint, self._apply, self._unmet = ranks, scope, hint, apply, unmet
         self._is_set_up = False  # True after the first setup
         self._models: Any = WeakIdKeyDictionary()

@@ -50,46 +50,9 @@ class StepTrial(Generic[_Setting]):
     Results are saved for later runs on this machine that step parameters of the same shapes in about the same time. If
     all of these chose the other setting, a run has it from the second step on, until the times of its steps differ.
 
-    Parameters
-    ----------
-    name : str
-        The name of the setting.
-    settings : tuple
-        The current setting of the loop, and the other one.
-    take : callable
-        Applies a setting to the loop.
-    budget : Budget
-        The seconds that timing steps may still cost.
-    machine : Machine
-        The machine, by which earlier results are looked up.
-    longer : float
-        The initial value of the attribute.
-    settled : callable, optional
-        Called when a setting is chosen.
-    present : callable, optional
-        Returns the current setting. If the program changes it, the trial ends.
-    pays, wins, most : float, float, int
-        The minimum speed-up of the other setting by medians, the minimum fraction of rounds in which it must be faster,
-        and the maximum number of rounds.
-
-    Attributes
-    ----------
-    settings
-        The two settings.
-    setting
-        The chosen setting.
-    medians : dict
-        The seconds of a step by setting, from the last measurement. Empty before the first.
-    measured : int
-        The number of measurements that have ended.
-    may_measure : bool
-        Whether measurements may begin. Results of earlier runs are used in any case.
-    longer : float
-        The expected extra time of the first step in the other setting, in units of the usual time.
-    unsure : str
-        A remark if other programs used the CPUs during the last measurement, which is then not saved.
-    is_under_way : bool
-        Whether a measurement is in progress. Each thread tries one setting at a time, since they affect each other.
+    `settings` are the current setting of the loop and the other one, `take` applies one, and `settled` is called when
+    one is chosen. `present` returns the current setting: if the program changes it, the trial ends. To be chosen, the
+    other setting must be `pays` times as fast by medians, and faster in the fraction `wins` of at most `most` rounds.
     """
 
     def __init__(
@@ -108,9 +71,11 @@ class StepTrial(Generic[_Setting]):
         most: int = _MOST,
     ) -> None:
         self.settings, self._now = settings, settings[0]
+        #: Whether a measurement is in progress. Each thread tries one setting at a time, since they affect each other.
         self.is_under_way = False
         self._turns = ExitStack()  # blocks other trials of the thread
-        self.may_measure, self.longer = True, longer
+        self.may_measure = True  # whether measurements may begin; results of earlier runs are used in any case
+        self.longer = longer  # the expected extra time of the first step in the other setting, in usual steps
         self._go_on_in, self._budget, self._call_settled = take, budget, settled
         self._present, self._pays, self._wins, self._most = present, pays, wins, most
         self._choices, self._name = choices_for(machine), f"{name} {settings}"
@@ -156,8 +121,9 @@ class StepTrial(Generic[_Setting]):
 
     def _reset(self) -> None:
         self.setting, self._other = self.settings
-        self.medians: dict[_Setting, float] = {}
-        self.measured, self.unsure = 0, ""
+        self.medians: dict[_Setting, float] = {}  # the seconds of a step in the last measurement; empty before it
+        self.measured = 0  # the number of measurements that have ended
+        self.unsure = ""  # a remark if other programs used the CPUs during the last one, which is then not saved
         self._end = None
         self._power: int | None = None  # the power of 2 of the usual time that was last looked up
         self._settled: float | None = None  # the minimum usual time since a measurement

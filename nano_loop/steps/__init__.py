@@ -23,7 +23,7 @@ from nano_loop.steps.products import Products
 from nano_loop.steps.sharding import Sharding
 from nano_loop.steps.step import Step, StepContext
 from nano_loop.steps.step_time import StepTime
-from nano_loop.steps.threads import NumThreads, Threads
+from nano_loop.steps.threads import Threads
 from nano_loop.steps.tune_operators import TuneOperators
 from nano_loop.steps.verify import Verify
 
@@ -50,7 +50,6 @@ STEPS: tuple[type[Step], ...] = (
     FastFetch,  # anywhere: it affects loaders only
     FastImages,  # anywhere: it affects loaders only
     Sharding,  # anywhere: it affects loaders only
-    NumThreads,  # after Threads, whose number of threads it starts with
     LogCasts,  # after the steps with hooks at the end of an optimizer's step, so that it sees their casts
     StepTime,  # after all others: its result is the last line of the report
 )

@@ -26,7 +26,7 @@ from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_functorch
 from nano_loop.runtime.objects.called_functions import names_called
 from nano_loop.runtime.objects.report import StepResult
-from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_names
 from nano_loop.steps.layout_trial import LayoutTrial
 from nano_loop.steps.step import ABSENT, SkipReason, Step
 
@@ -56,7 +56,6 @@ class ChannelsLast(Step):
     @override
     def begin(self) -> None:
         self._trials: list[LayoutTrial] = []
-        self._is_timed = False  # whether it is subscribed to the clock
         self._chosen: list[tuple[int, bool]] = []  # the indices of trials, and whether NHWC was faster
         self._draws: list[None] = []  # contexts that are entered for models in NHWC
 
@@ -85,9 +84,6 @@ class ChannelsLast(Step):
         if self.options.channels_last == "auto":
             for model in models:
                 self._open_trial(model)
-            if not self._is_timed:
-                self._is_timed = True
-                self.undoing.callback(self.clock.before(self._time))
             return "the faster layout, timed after the first batch"
         count = sum(self._set_layout(model, to_nhwc=True) for model in models)
         inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_converted(parts.parameters())))
@@ -119,6 +115,8 @@ class ChannelsLast(Step):
             undone_with(model, self.undoing).callback(trial.recorded.end)
             self.interceptors.add(model, f"{self.name} trial", trial.recorded.layer)  # outside the conversion
         self._set_layout(model, trial.guess)
+        if not self._trials:
+            self.undoing.callback(self.clock.before(self._time))
         if not self._trials and self.ranks.size > 1:
             self.ranks.context.after_averaging.append(self._share)
             self.undoing.callback(self.ranks.context.after_averaging.remove, self._share)
@@ -160,7 +158,7 @@ def _unscripted(parts: TrainingObjects) -> list[nn.Module]:
 
 def takes_images(model: nn.Module) -> bool:
     """Whether the name of a layer, or of a function that the model calls, refers to images or volumes."""
-    names = [*map(class_name, model.modules()), *names_called(model)]
+    names = class_names(model.modules()) | names_called(model)
     return any(word in name.lower() for name in names for word in ("2d", "3d", "convolution", "interpolate", "pixel_"))
 
 
@@ -250,17 +248,26 @@ def _converting_its_input(forward: Call) -> Call:
         ):
             converted = in_channels_last(input)
             output = forward(self, converted, *args, **kwargs)
-            return _marked(output, input, also_plainly=_is_nhwc(self.weight))
+            return _marked(output, input, convolution=self)
         return forward(self, input, *args, **kwargs)
 
     return convert_and_forward
 
 
-def _marked(output: Tensor, input: Tensor, also_plainly: bool = False) -> Tensor:
-    """Mark whether an output is NHWC only because of the conversion. In the plain loop it has its input's layout."""
+def _marked(output: Tensor, input: Tensor, convolution: nn.Module | None = None) -> Tensor:
+    """Mark whether an output is NHWC only because of the conversion.
+
+    In the plain loop it has the layout of its input, or that of the convolution's weight if this is NHWC.
+    """
     if not (torch.compiler.is_compiling() or in_functorch()):
+        also_plainly = convolution is not None and _has_weight_in_nhwc(convolution)
         mark(output, not (also_plainly or (_is_nhwc(input) and not is_converted(input))))
     return output
+
+
+def _has_weight_in_nhwc(convolution: nn.Module) -> bool:
+    """Whether a weight is NHWC. The attribute is not read, which would run parametrizations: spectral norms iterate."""
+    return any(map(_is_nhwc, shaped(parameters_of(convolution))))
 
 
 def _view_or_reshape(view: Call) -> Call:

@@ -159,7 +159,6 @@ class Compile(Step):
     @override
     def begin(self) -> None:
         self._compiled: Any = WeakIdKeyDictionary()  # report lines by model
-        self._arguments: dict[str, Any] | None = None
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -186,18 +185,14 @@ class Compile(Step):
     def _compile(self, model: nn.Module) -> str:
         """Compile a model or its blocks, and return the report line."""
         groups = [] if self.options.compile == "whole" else repeated_blocks(model)
+        arguments = arguments_with(self.options.compile if isinstance(self.options.compile, dict) else {})
         for group in groups or [[model]]:
-            compiled = torch.compile(_caller(class_name(group[0])), **self._torchs_arguments())
+            compiled = torch.compile(_caller(class_name(group[0])), **arguments)
             for module in group:
                 if not is_compiled(module):  # by the user
                     self.undoing.callback(weakly(forget_compiled, module))
                     call_compiled(module, compiled)
         return described(groups) if groups else f"all of {class_name(model)}"
-
-    def _torchs_arguments(self) -> dict[str, Any]:
-        if self._arguments is None:
-            self._arguments = arguments_with(self.options.compile if isinstance(self.options.compile, dict) else {})
-        return self._arguments
 
 
 def _caller(name: str) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from typing_extensions import override
 from nano_loop.optimizers.direct_steps import stepped_directly
 from nano_loop.optimizers.torch_fused_steps import has_own_steps
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.optimizers import is_dense
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
@@ -91,4 +92,6 @@ def _group_refusal(group: dict[str, Any], sparse: set[int]) -> SkipReason | None
 def _sparse_parameters(models: list[nn.Module]) -> set[int]:
     modules = [module for model in models for module in model.modules()]
     embeddings = [module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    return {id(module.weight) for module in embeddings if module.sparse}
+    sparse = [module for module in embeddings if module.sparse]
+    # The attribute is not read, which would compute a parametrized weight.
+    return {id(weight) for module in sparse for weight in parameters_of(module, recurse=False)}

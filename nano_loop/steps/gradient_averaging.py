@@ -47,8 +47,9 @@ class GradientAveraging(RanksStep):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        if self.ranks.size == 1:
-            self._send(parts)
+        if self.ranks.size == 1:  # in the witness, with whose gradients rank 0 compares
+            assert self._witness is not None
+            self._witness.add(parts.models, parts.optimizers)
             return "sent to rank 0"
         if self._averaging is None:
             self._averaging = self._open()
@@ -91,11 +92,6 @@ class GradientAveraging(RanksStep):
                 self.undoing.callback(self._witness.close)
             for loader in parts.loaders:
                 undone_with(loader, self.undoing).enter_context(changed(loader, self._witness))
-
-    def _send(self, parts: TrainingObjects) -> None:
-        """Let rank 0 compare the gradients of these objects in the witness process."""
-        assert self._witness is not None
-        self._witness.add(parts.models, parts.optimizers)
 
     def _open(self) -> Averaging:
         # Imported here, since a run with one process does not need it.

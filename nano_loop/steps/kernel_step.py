@@ -23,36 +23,18 @@ LOOKS_FROM = 8
 
 
 class Kernels(NamedTuple):
-    """The replacements of torch's kernels.
-
-    Attributes
-    ----------
-    kernel : CompiledKernel
-        The compiled functions.
-    overrides : tuple of Override
-        The replacements of torch's kernels.
-    is_for : callable
-        Whether a model calls the replaced operators.
-    report_line : str
-        The line of the report.
-    not_applicable : SkipReason
-        Why models without such operators are skipped.
-    without_kernel : str or None
-        The line, before the reason, if plain operators replace functions that cannot be compiled. None if none do.
-    contexts : tuple of callable
-        Return additional contexts in which the kernels are replaced.
-    remark : callable
-        Returns an addition to the report line at the end of the run, or None.
-    """
+    """The replacements of torch's kernels."""
 
     kernel: CompiledKernel
     overrides: tuple[Override, ...]
-    is_for: Callable[[nn.Module], bool]
+    is_for: Callable[[nn.Module], bool]  # whether a model calls the replaced operators
     report_line: str
-    not_applicable: SkipReason
+    not_applicable: SkipReason  # why models without such operators are skipped
+    #: The line, before the reason, if plain operators replace functions that cannot be compiled. None if none do.
     without_kernel: str | None = None
+    #: Additional contexts in which the kernels are replaced.
     contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
-    remark: Callable[[], str | None] = lambda: None
+    remark: Callable[[], str | None] = lambda: None  # an addition to the report line at the end of the run
 
     @property
     def calls_torchs_kernels(self) -> bool:

@@ -38,7 +38,6 @@ class LearningRate(RanksStep):
 
     @override
     def begin(self) -> None:
-        self._is_applied = False
         self._ramps: dict[int, _Ramp] = {}  # by optimizer id; each keeps its optimizer alive
         self._ddp: dict[int, nn.Parameter] = {}  # the parameters of the user's own DDP models, by id
 
@@ -67,13 +66,12 @@ class LearningRate(RanksStep):
             if not refusals[id(optimizer)] and id(optimizer) not in self._ramps
         ]
         taken = self.ranks.broadcast([_pop_steps_taken(optimizer) for optimizer in new])
+        if not self._ramps:
+            self.undoing.callback(self.clock.before(self._before_step))
+            self.undoing.callback(self.clock.after(self._after_step))
         for optimizer, step in zip(new, taken, strict=True):
             self._ramps[id(optimizer)] = _Ramp(optimizer, self.ranks, step)
             self._start(self._ramps[id(optimizer)])
-        if not self._is_applied:
-            self._is_applied = True
-            self.undoing.callback(self.clock.before(self._before_step))
-            self.undoing.callback(self.clock.after(self._after_step))
         ramps = f"ramps to {self.ranks.size}× over {WARM_UP:,} steps (auto_lr)"
         return "; ".join(dict.fromkeys([ramps, *(refusal.detail for refusal in refusals.values() if refusal)]))
 

@@ -112,21 +112,12 @@ class CastRecorder:
         self._known: dict[tuple[Any, ...], StorageWeakRef] = {}
         self._modules: list[tuple[str, int]] = []  # the active calls, with the number of their first node
         self._nodes: list[tuple[int, int, str]] = []  # the nodes of the calls that have ended, innermost first
-        self._in_optimizer = False
+        self.in_optimizer = False  # whether casts are the optimizer's
         self._ending = ExitStack()
         self._ending.enter_context(overridden("copy_", _recording, "CPU"))
         self._ending.enter_context(self._calls_noted())
         _recorders[threading.get_ident()] = self
         self._ending.callback(_recorders.pop, threading.get_ident(), None)
-
-    @contextmanager
-    def in_optimizer(self) -> Iterator[None]:
-        """Record casts in the body as the optimizer's."""
-        self._in_optimizer = True
-        try:
-            yield
-        finally:
-            self._in_optimizer = False
 
     def finish(self) -> CastLog:
         """Stop, and return the log."""
@@ -161,7 +152,7 @@ class CastRecorder:
 
     def _place(self) -> tuple[str, str]:
         """Return the part of the loop and the module."""
-        if self._in_optimizer:
+        if self.in_optimizer:
             return "optimizer", ""
         if not in_backward():
             return "forward", self._modules[-1][0] if self._modules else ""
@@ -256,7 +247,6 @@ class LogCasts(Step):
         self._names: Any = WeakIdKeyDictionary()  # by module
         self._is_applied = False
         self._recorder: CastRecorder | None = None
-        self._ending = ExitStack()
         self._result: StepResult | None = None
 
     @override
@@ -271,8 +261,8 @@ class LogCasts(Step):
         if not self._is_applied and self.ranks.rank == 0:
             self._is_applied, count = True, len(parts.optimizers)
             self.undoing.callback(self._close)
-            self.undoing.callback(self.clock.before(self._mark))
-            self.undoing.callback(self.clock.after(lambda _: self._ending.close()))
+            self.undoing.callback(self.clock.before(lambda *_: self._mark(in_optimizer=True)))
+            self.undoing.callback(self.clock.after(lambda _: self._mark(in_optimizer=False)))
             self.undoing.callback(self.clock.in_steps(_AFTER_STEPS * count, self._record))
             self.undoing.callback(self.clock.in_steps((_AFTER_STEPS + 1) * count, self._finish))
         return "of the third step"
@@ -286,9 +276,9 @@ class LogCasts(Step):
     def _record(self) -> None:
         self._recorder = CastRecorder({id(module): name for module, name in self._names.items()})
 
-    def _mark(self, *_: object) -> None:
+    def _mark(self, in_optimizer: bool) -> None:
         if self._recorder is not None:
-            self._ending.enter_context(self._recorder.in_optimizer())
+            self._recorder.in_optimizer = in_optimizer
 
     def _finish(self) -> None:
         if self._recorder is None:
@@ -310,7 +300,6 @@ class LogCasts(Step):
         return f", in {path.name}"
 
     def _close(self) -> None:
-        self._ending.close()
         if self._recorder is not None:
             self._recorder.close()
         self._recorder = None

@@ -10,7 +10,7 @@ from torch import nn
 from nano_loop.kernels import embedding
 from nano_loop.patching.members import has_shape, parameters_of, shaped
 from nano_loop.runtime.objects.called_functions import names_called
-from nano_loop.runtime.objects.training_objects import class_name, has_modules
+from nano_loop.runtime.objects.training_objects import class_names, has_modules
 
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -47,22 +47,24 @@ _looks_up = calling("embedding", "embedding_bag", modules=(nn.Embedding, nn.Embe
 
 def has_attention(model: nn.Module) -> bool:
     """Whether a module of the model has attention in its name, or calls torch's attention function."""
-    names = (f"{name} {class_name(module)}".lower() for name, module in model.named_modules())
-    return any("attention" in name or "attn" in name for name in names) or _calls_attention(model)
+    names = chain((name for name, _ in model.named_modules()), class_names(model.modules()))
+    return any(word in name.lower() for name in names for word in ("attention", "attn")) or _calls_attention(model)
 
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether a module or a called function has dropout in its name, or a layer of torch applies dropout."""
     if any(isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout for module in model.modules()):
         return True
-    names = chain(map(class_name, model.modules()), names_called(model))
+    names = class_names(model.modules()) | names_called(model)
     return any(word in name.lower() for name in names for word in ("drop", "bernoulli"))
 
 
 def has_tanh(model: nn.Module) -> bool:
     """Whether a module may compute tanh, or GELU with the tanh approximation."""
-    classes = (module.approximate if isinstance(module, nn.GELU) else class_name(module) for module in model.modules())
-    return any("tanh" in name.lower() or "gelu" in name.lower() for name in chain(classes, names_called(model)))
+    gelus = [module for module in model.modules() if isinstance(module, nn.GELU)]
+    classes = class_names(module for module in model.modules() if not isinstance(module, nn.GELU))
+    names = chain((module.approximate for module in gelus), classes, names_called(model))
+    return any("tanh" in name.lower() or "gelu" in name.lower() for name in names)
 
 
 def has_many_classes(model: nn.Module) -> bool:

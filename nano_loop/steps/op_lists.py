@@ -38,27 +38,12 @@ _UPDATED = ("running_mean", "running_var")
 
 
 class OpLists:
-    """The operator lists of a run.
-
-    Parameters
-    ----------
-    bf16_ops, fp32_ops : collection of str
-        Names that `nano_loop.config.op_names.operators_of` accepts.
-
-    Attributes
-    ----------
-    kinds : dict
-        ``"low"`` (autocast's dtype) or ``"fp32"`` for each listed overload, by name.
-    rules : dict
-        The rules for operators that torch's autocast would run differently.
-    idle : list of str
-        The names of operators without a dtype to choose: views, and operators without tensor inputs.
-    """
+    """The operator lists of a run, with names that `nano_loop.config.op_names.operators_of` accepts."""
 
     def __init__(self, bf16_ops: Collection[str], fp32_ops: Collection[str]) -> None:
-        self.kinds: dict[str, str] = {}
-        self.rules: dict[str, OperatorRule] = {}
-        self.idle: list[str] = []
+        self.kinds: dict[str, str] = {}  # by listed overload: "low" (autocast's dtype) or "fp32"
+        self.rules: dict[str, OperatorRule] = {}  # for operators that torch's autocast would run differently
+        self.idle: list[str] = []  # without a dtype to choose: views, and operators without tensor inputs
         for names, kind in ((bf16_ops, "low"), (fp32_ops, "fp32")):
             for name in names:
                 before = len(self.kinds)

@@ -95,12 +95,10 @@ class Precision(Step):
             interceptor.convert_output = partial(_substituted, _outward(model)(to_fp32))
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
-            if once is not None:
-                rules = {**once.rules, **interceptor.rules.operators}
-                interceptor.rules = interceptor.rules._replace(operators=rules)
-            if not can_train_lstms(dtype):  # an LSTM may be added to the model
-                rules = {**interceptor.rules.operators, **self._rules_of_lstms()}
-                interceptor.rules = interceptor.rules._replace(operators=rules)
+            frozen = {} if once is None else once.rules
+            lstms = {} if can_train_lstms(dtype) else self._rules_of_lstms()  # an LSTM may be added to the model
+            rules = {**frozen, **interceptor.rules.operators, **lstms}
+            interceptor.rules = interceptor.rules._replace(operators=rules)
         remarks = [_remark(model, dtype) or self._remark_on_frozen(model) for model in parts.models]
         remarks += map(remark_on_integers, parts.models)
         return "; ".join([self.options.kind.summary, *dict.fromkeys(filter(None, remarks))])
@@ -121,7 +119,7 @@ class Precision(Step):
         names = ", ".join(self._missed)
         if not names:
             return None
-        detail = f"{names} was called by code compiled before the run"
+        detail = f"no call of {names} was intercepted"
         return StepResult(self.name, "skipped", detail, code="not_intercepted")
 
     def _look(self, optimizer: Optimizer) -> None:
@@ -130,11 +128,11 @@ class Precision(Step):
             name = type(model).__name__
             if interceptor.was_called or name in self._missed or not _is_trained(model, optimizer):
                 continue
-            if self._is_part_of_called(model):
+            if self._is_part_of_called(model) or not any(map(_has_forward, model.modules())):
                 continue
             self._missed.append(name)
             got = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
-            cause = "a function that was compiled before the run bypasses the steps"
+            cause = "its weights are used outside of its calls, or by a function that was compiled before the run"
             warnings.warn(error_message(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=3)
 
     def _is_part_of_called(self, model: nn.Module) -> bool:
@@ -153,7 +151,7 @@ class Precision(Step):
         warn(error_message(got, lack, hint))
 
 
-_COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() before the run"
+_COMPILE_LATER = "Call the model. Compile it inside the run, or call torch.compiler.reset() before the run"
 
 
 _SETTINGS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, *CONTAINERS)
@@ -189,6 +187,11 @@ def _remark(model: nn.Module, autocast: torch.dtype) -> str | None:
 def _is_trained(model: nn.Module, optimizer: Optimizer) -> bool:
     held = set(map(id, trained_by(optimizer)))
     return any(id(parameter) in held for parameter in parameters_of(model))
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called, unlike a list of parameters."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _low_state(model: nn.Module) -> list[Tensor]:

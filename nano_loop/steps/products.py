@@ -74,11 +74,6 @@ _KINDS = (
 )
 
 
-def has_large_products(model: nn.Module) -> bool:
-    """Whether a model may have products that are large enough to round."""
-    return any(kind.is_for(model) for kind in _KINDS)
-
-
 def reason_against(options: Options, machine: Machine) -> SkipReason | None:
     """Return why this process computes products in fp32, or None."""
     in_bf16 = options.kind.products is torch.bfloat16
@@ -140,7 +135,7 @@ class Products(Step):
             return SkipReason("other_ranks", "fp32, as on a rank that cannot round")
         if parts.models and not any(map(_has_fp32, parts.models)):
             return SkipReason("not_fp32", "the model has no parameters in fp32")
-        if not any(map(has_large_products, parts.models)):
+        if not any(kind.is_for(model) for model in parts.models for kind in _KINDS):
             return SkipReason("too_small", "fp32, since no layer is large enough for rounding")
         return None
 

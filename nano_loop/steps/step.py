@@ -27,21 +27,12 @@ ABSENT, SMALL = "nothing to do", "too small to gain"
 
 
 class SkipReason(NamedTuple):
-    """Why a step does not apply.
+    """Why a step does not apply."""
 
-    Attributes
-    ----------
-    code : str
-        A short, stable identifier, such as "no_norm".
-    detail : str
-        The reason in one line, for the report.
-    idle : str
-        The line that lists an "auto" step together with others: `ABSENT`, `SMALL`, or a precision. Empty if the step
-        has its own line.
-    """
-
-    code: str
-    detail: str
+    code: str  # a short, stable identifier, such as "no_norm"
+    detail: str  # one line, for the report
+    #: The line that lists an "auto" step together with others: `ABSENT`, `SMALL`, or a precision. Empty if the step has
+    #: its own line.
     idle: str = ""
 
     @classmethod
@@ -56,29 +47,14 @@ class SkipReason(NamedTuple):
 
 @dataclass(frozen=True)
 class StepContext:
-    """The view that steps have of a run.
-
-    Parameters
-    ----------
-    options : Options
-        The options of the run.
-    machine : Machine
-        The machine, limited to the CPUs that this process may use.
-    interceptors : CallInterceptors
-        Registers wrappers around the calls into a model.
-    ranks : Ranks
-        The processes of the run; a single one by default.
-    accelerated : callable
-        Returns a context in which a copy of a model is accelerated with the options of the run, or with those passed by
-        name.
-    clock : StepClock
-        Counts the steps of the run's optimizers, and calls subscribers.
-    """
+    """The view that steps have of a run."""
 
     options: Options
-    machine: Machine
+    machine: Machine  # limited to the CPUs that this process may use
     interceptors: CallInterceptors
     ranks: Ranks = ALONE
+    #: Returns a context in which a copy of a model is accelerated with the options of the run, or with those passed by
+    #: name.
     accelerated: Callable[..., AbstractContextManager[Any]] = nullcontext
     clock: StepClock = field(default_factory=StepClock)
 
@@ -106,11 +82,6 @@ class Step(ABC):
     - Code that must run before or after steps of the run's optimizers subscribes to ``self.clock``.
     - An object that the step has already changed in this run, such as a model that is set up with a second optimizer,
       is not changed again.
-
-    Parameters
-    ----------
-    context : StepContext
-        The options, the machine and the processes of the run.
     """
 
     #: The name of the step in the report, and of its option if it has one.

@@ -33,10 +33,17 @@ _RAYS = "RAY_RAYLET_PID"  # set in actors and tasks: only Ray knows the other lo
 _LONG = 10.0
 #: The optimizer step after which the waits decide whether one thread is tried.
 _FIRST_STEPS = 20
+#: The name of the trial, and of its line in the report.
+_TRIED = "num_threads"
+_DETERMINISTIC = "torch.use_deterministic_algorithms is on"
 
 
 class Threads(Step):
-    """Sets torch's thread count to ``num_threads``, or lowers it to the cores that affinity, cpuset and quota allow."""
+    """Sets torch's thread count to ``num_threads``, or lowers it to the cores that affinity, cpuset and quota allow.
+
+    Alternates steps of an optimizer between this number and one thread if that is requested, or by default if other
+    programs use the CPUs, except where the number must not change. A number that the user has set is tried, too.
+    """
 
     name = "threads"
     needs = None
@@ -48,11 +55,14 @@ class Threads(Step):
         self._waits: Waits | None = None
         self._began = 0.0
         self._trial: StepTrial[int] | None = None
+        self._kept_because: SkipReason | None = None  # why there was no trial
 
     @override
     def observe(self, parts: TrainingObjects) -> None:
         if self._waits is None:  # in the first setup
             self._began, self._waits = time.monotonic(), Waits()
+            if self._is_auto:
+                self.undoing.callback(self.clock.in_steps(1, self._try_one))
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -91,24 +101,65 @@ class Threads(Step):
         number = self.options.num_threads
         return number if isinstance(number, int) else None
 
+    @property
+    def _is_auto(self) -> bool:
+        return self.options.num_threads == "auto"
+
     def _try_one(self) -> None:
-        """Begin a trial of one thread if other programs use the CPUs."""
-        is_wanted = self.clock.is_here and self._waits is not None and is_busy(self._waits.share())
-        if is_wanted and _reason_to_keep(self) is None:
-            self._trial = _begin_trial(self)
+        """Begin a trial of one thread if that is requested or other programs use the CPUs.
+
+        It alternates steps between the present number of threads and one, until the step is undone.
+        """
+        is_wanted = self._is_auto or (self._waits is not None and is_busy(self._waits.share()))
+        key = _TRIED, threading.get_ident()
+        self._kept_because = self._reason_to_keep(key)
+        if not is_wanted or self._kept_because is not None or not self.clock.is_here:
+            return
+        settings = torch.get_num_threads(), 1
+        self.undoing.enter_context(shared_change(key, lambda: set_threads(settings[0])))
+        take, longer = torch.set_num_threads, max(settings) - 1
+        self._trial = StepTrial(
+            _TRIED, settings, take, self.budget, self.machine, longer=longer, present=torch.get_num_threads
+        )
+        self.undoing.callback(self._trial.end)
+        self.undoing.callback(self.clock.after(self._trial.note))
+
+    def _reason_to_keep(self, key: tuple[str, int]) -> SkipReason | None:
+        """Return why the number of threads must not change between the steps of a run, or None."""
+        if self.options.exact:
+            return SkipReason("exact", "sums with another number of threads differ in bits, and exact is on")
+        if torch.are_deterministic_algorithms_enabled():
+            return SkipReason("deterministic", _DETERMINISTIC)
+        if self.ranks.size > 1:
+            # What each rank computes from all gradients, such as their norm, would differ in bits between ranks.
+            return SkipReason("several_processes", "all ranks use one number, so that they compute the same")
+        if self.options.compile:
+            return SkipReason("compiled", "compiled code keeps its number of threads")
+        if users(key):
+            return SkipReason("other_run", "another run in this thread is measuring")
+        if torch.get_num_threads() == 1:
+            return SkipReason("one_thread", "only one thread is available")
+        return None
 
     @override
     def final_result(self) -> StepResult | None:
-        if self._trial is not None and self._trial.medians:
-            detail = f"other programs used the CPUs; threads: {_outcome(self._trial)}"
-            return StepResult("cpu_waits", "measured", detail)
-        if self._waits is None or time.monotonic() - self._began < _LONG:
-            return None
-        share = self._waits.share()
+        """Return how long threads waited for other programs, or with "auto" the chosen number or why it was kept."""
+        waits, trial = self._waited(), self._trial
+        outcome = self._kept_because if trial is None else _outcome(trial)
+        if self._is_auto and outcome is not None:
+            detail = f"{outcome.detail}; {waits}" if waits else outcome.detail
+            return StepResult(_TRIED, "skipped" if trial is None else "measured", detail, code=outcome.code)
+        if trial is not None and trial.medians:
+            waits = f"other programs used the CPUs; threads: {_outcome(trial).detail}"
+        return StepResult("cpu_waits", "measured", waits) if waits else None
+
+    def _waited(self) -> str:
+        """Return the report line of a long run if other programs used the CPUs; otherwise an empty string."""
+        share = None if self._waits is None or time.monotonic() - self._began < _LONG else self._waits.share()
         if not is_busy(share):
-            return None
+            return ""
         detail = f"other programs used the CPUs: threads spent {share:.0%} of their runnable time waiting"
-        return StepResult("cpu_waits", "measured", f"{detail}{_advice(torch.get_num_threads())}")
+        return detail if self._is_auto else f"{detail}{_advice(torch.get_num_threads())}"
 
 
 @contextmanager
@@ -141,85 +192,13 @@ def _is_users(variable: str) -> bool:
     return not torchruns and not is_exported(variable, os.environ)
 
 
-_DETERMINISTIC = "torch.use_deterministic_algorithms is on"
-
-
-class NumThreads(Step):
-    """Alternates steps of an optimizer between one thread and several."""
-
-    name = "num_threads"
-    needs = "optimizers"
-
-    @property
-    @override
-    def enabled(self) -> bool:
-        return self.options.num_threads == "auto"
-
-    @override
-    def begin(self) -> None:
-        self._trial: StepTrial[int] | None = None
-
-    @override
-    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        return _reason_to_keep(self, is_measuring=self._trial is not None)
-
-    @override
-    def apply(self, parts: TrainingObjects) -> str:
-        if self._trial is None:
-            self._trial = _begin_trial(self)
-        return f"1 or {max(self._trial.settings)}, measured in the first steps"
-
-    @override
-    def final_result(self) -> StepResult | None:
-        """Return the chosen number of threads, and the step times with each."""
-        trial = self._trial
-        if trial is None:
-            return None
-        if torch.are_deterministic_algorithms_enabled():
-            return StepResult(self.name, "measured", f"{trial.setting}: {_DETERMINISTIC}", code="deterministic")
-        if not trial.medians:
-            return StepResult(self.name, "measured", f"{trial.setting}: too few steps to tell", code="too_few_steps")
-        code = "one_thread_is_faster" if trial.setting == 1 else "more_threads_stay"
-        return StepResult(self.name, "measured", _outcome(trial), code=code)
-
-
-def _reason_to_keep(step: Step, is_measuring: bool = False) -> SkipReason | None:
-    """Return why the number of threads must not change between the steps of a run, or None."""
-    if step.options.exact:
-        return SkipReason("exact", "sums with another number of threads differ in bits, and exact is on")
+def _outcome(trial: StepTrial[int]) -> SkipReason:
+    """Return the code and the report line of a trial: the chosen number of threads, and times of steps by number."""
     if torch.are_deterministic_algorithms_enabled():
-        return SkipReason("deterministic", _DETERMINISTIC)
-    if step.ranks.size > 1:
-        # What each rank computes from all gradients, such as their norm, would differ in bits between ranks.
-        return SkipReason("several_processes", "all ranks use one number, so that they compute the same")
-    if step.options.compile:
-        return SkipReason("compiled", "compiled code keeps its number of threads")
-    if not is_measuring and users(_key()):
-        return SkipReason("other_run", "another run in this thread is measuring")
-    if not is_measuring and torch.get_num_threads() == 1:
-        return SkipReason("one_thread", "only one thread is available")
-    return None
-
-
-def _begin_trial(step: Step) -> StepTrial[int]:
-    """Alternate steps between the present number of threads and one, until the step is undone."""
-    settings = torch.get_num_threads(), 1
-    step.undoing.enter_context(shared_change(_key(), lambda: set_threads(settings[0])))
-    take, longer = torch.set_num_threads, max(settings) - 1
-    trial = StepTrial(
-        NumThreads.name, settings, take, step.budget, step.machine, longer=longer, present=torch.get_num_threads
-    )
-    step.undoing.callback(trial.end)
-    step.undoing.callback(step.clock.after(trial.note))
-    return trial
-
-
-def _outcome(trial: StepTrial[int]) -> str:
-    """Return the chosen number of threads, and the times of steps by number."""
+        return SkipReason("deterministic", f"{trial.setting}: {_DETERMINISTIC}")
+    if not trial.medians:
+        return SkipReason("too_few_steps", f"{trial.setting}: too few steps to tell")
     times = ", ".join(f"{duration(time)} per step with {number}" for number, time in trial.medians.items())
     often = f"{f', measured {trial.measured} times' if trial.measured > 1 else ''}{trial.unsure}"
-    return f"{trial.setting}: {times}{often}"
-
-
-def _key() -> tuple[str, int]:
-    return "num_threads", threading.get_ident()
+    code = "one_thread_is_faster" if trial.setting == 1 else "more_threads_stay"
+    return SkipReason(code, f"{trial.setting}: {times}{often}")

@@ -35,7 +35,6 @@ class Verify(Step):
     @override
     def begin(self) -> None:
         self._recorded: list[RecordedCalls] = []
-        self._is_applied = False
         self._verifications: dict[str, Verification] = {}
 
     @override
@@ -43,13 +42,12 @@ class Verify(Step):
         for model in parts.models if self.ranks.rank == 0 else ():
             known = any(recorded.model() is model for recorded in self._recorded)
             if not known and any(parameter.requires_grad for parameter in parameters_of(model)):
+                if not self._recorded:
+                    self.undoing.callback(self.clock.before(self._compare))
                 recorded = RecordedCalls(model, self.options.kind.parameters is not None, _warn)
                 self._recorded.append(recorded)
                 self.interceptors.add(model, self.name, recorded.layer)
                 undone_with(model, self.undoing).callback(recorded.end)
-        if not self._is_applied and self.ranks.rank == 0:
-            self._is_applied = True
-            self.undoing.callback(self.clock.before(self._compare))
         return "of the first batch"
 
     @override

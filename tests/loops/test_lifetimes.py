@@ -1,11 +1,14 @@
 """Objects that the loop drops during a run are freed immediately: models, optimizers, loaders, and their patches."""
 
+import functools
+import gc
 import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 from nano_loop import accelerated
@@ -65,6 +68,60 @@ def test_nothing_that_was_set_up_is_kept(options):
         for _ in range(3):
             assert [reference() for reference in trained(run)] == [None] * 7
             assert not BY_OBJECT & left_by_runs().keys()
+
+
+def parametrized():
+    """torch makes a class for this module, whose property holds the module."""
+    return nn.Sequential(weight_norm(nn.Linear(4, 4)))
+
+
+def of_a_class_in_a_function():
+    """The method holds the weights in its closure."""
+    layer = nn.Linear(4, 4)
+
+    class Closing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return layer(x)
+
+    return Closing()
+
+
+def of_a_class_with_a_decorated_method():
+    model = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x):
+        return model[0](x)
+
+    model.__class__ = type("Wrapped", (nn.Sequential,), {"forward": functools.wraps(nn.Linear.forward)(forward)})
+    return model
+
+
+@pytest.mark.parametrize("build", [parametrized, of_a_class_in_a_function, of_a_class_with_a_decorated_method])
+@pytest.mark.parametrize("precision", [32, "bf16"])
+def test_classes_and_functions_that_hold_a_model_are_not_kept(build, precision):
+    """Collecting garbage frees them in the plain loop, since a class is part of a cycle.
+
+    With casts around calls, methods of the program's own classes are replaced, so these live until the run ends.
+    """
+
+    def trained_once(run):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run.setup(model, optimizer)
+        model(torch.rand(2, 4)).sum().backward()
+        optimizer.step()
+        return [weakref.ref(value) for value in (model, *model.parameters())]
+
+    with accelerated(verbose=False, precision=precision) as run:
+        references = trained_once(run)
+        gc.collect()
+        assert precision == "bf16" or not any(reference() is not None for reference in references)
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
 
 
 def test_a_loader_that_only_the_header_names_is_read_to_its_end():

@@ -1,14 +1,12 @@
 """A run's clock counts optimizer steps, reports each in order, and leaves nothing on the optimizers."""
 
 import threading
-import time
 
 import pytest
 import torch
 from torch import nn
 
 from nano_loop.runtime.clock import StepClock
-from nano_loop.steps.step_time import StepTimes
 
 
 def made(kind=torch.optim.SGD, **options):
@@ -182,40 +180,3 @@ def test_function_that_ends_its_subscription_leaves_the_others(clock):
     optimizer.step()
     optimizer.step()
     assert calls == ["first", "second", "second"]
-
-
-# --- times ---
-
-
-@pytest.fixture
-def take(clock, monkeypatch):
-    """Take optimizer steps that last some seconds on a fake clock; nothing else takes time."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def take(optimizer, *seconds):
-        for each in seconds:
-            now[0] += each
-            optimizer.step()
-
-    return take
-
-
-def test_median_leaves_the_first_steps_and_those_of_other_optimizers_out(clock, take):
-    optimizer, other = made(), made()
-    clock.add([optimizer, other])
-    times = StepTimes(clock, optimizer)
-    take(other, 70)
-    take(optimizer, 50, 50, 50, 50, 0.003, 0.002, 0.004, 0.003, 9)
-    assert times.median() == pytest.approx(0.003)
-    take(other, 70)
-    assert times.median() == pytest.approx(0.003)
-    assert (clock.began, clock.shortest) == (70, pytest.approx(0.002))
-
-
-def test_of_a_long_run_the_last_steps_count(clock, take):
-    optimizer = made()
-    clock.add([optimizer])
-    times = StepTimes(clock, optimizer)
-    take(optimizer, *[1] * 1500, *[2] * 900)
-    assert times.median() == pytest.approx(2)

@@ -26,7 +26,7 @@ def test_text_has_a_line_a_result_under_the_title():
     ]
 
 
-@pytest.mark.parametrize("name", [*(step.name for step in STEPS), "ipex_speed"])
+@pytest.mark.parametrize("name", [step.name for step in STEPS])
 def test_details_of_every_step_begin_in_one_column(name):
     line = str(StepResult(name, "applied", "detail"))
     assert line.index("detail") == str(FUSED).index("AdamW")
@@ -125,7 +125,7 @@ def test_later_setups_of_a_run_are_compared_too(capsys):
 
 def test_measurement_is_printed_once(capsys):
     memory = LastPrinted()
-    one, other = (StepResult("ipex_speed", "measured", f"{number} ms") for number in (1, 2))
+    one, other = (StepResult("step_time", "measured", f"{number} ms") for number in (1, 2))
     assert printed_by(capsys, memory, [one]) == [str(one)]
     assert printed_by(capsys, memory, [other]) == []
 

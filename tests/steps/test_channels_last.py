@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 from nano_loop import nano
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -151,6 +153,7 @@ def test_view_that_is_wrong_in_any_layout_raises_what_torch_raises(step):
         (nn.Linear(2, 2), True, "no_images"),
         (nn.ParameterList([torch.zeros(1, 2, 3, 3)]), True, "no_images"),
         (nn.AvgPool2d(2), True, None),
+        (type("Layer", (nn.Conv2d,), {})(1, 1, 1), True, None),
         (nn.AvgPool2d(2), "auto", "no_images"),
     ],
 )
@@ -187,6 +190,56 @@ def test_a_group_norm_behind_frozen_layers_trains(precision, kind, call, monkeyp
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if precision == 32 else {"rtol": 0.05, "atol": 0.01}
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+class Noisy(nn.Module):
+    """A parametrization that counts, and draws a random number."""
+
+    calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight * (1 + 0.1 * torch.rand(()))
+
+
+def with_noise(layer):
+    return register_parametrization(layer, "weight", Noisy())
+
+
+def calls_of(model):
+    return [module.calls for module in model.modules() if isinstance(module, Noisy)]
+
+
+@pytest.mark.parametrize("parametrized", [spectral_norm, weight_norm, with_noise])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d])
+def test_parametrized_weights_are_computed_once_a_call(parametrized, kind):
+    """A spectral norm iterates whenever its weight is read, and others draw random numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(parametrized(kind(3, 16, 3)), nn.Tanh(), parametrized(kind(16, 3, 3)))
+    x = torch.randn(2, 3, *[8] * (model[0].weight.dim() - 2))
+
+    def train(model, optimizer):
+        torch.manual_seed(1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(x).square() + model(-x).abs()).sum().backward()
+            optimizer.step()
+        return torch.rand(3).tolist()
+
+    plain = copy.deepcopy(model)
+    drawn = train(plain, torch.optim.SGD(plain.parameters(), lr=1e-3))
+    accelerated = nano(channels_last=True, verbose=False)(train)
+    assert accelerated(model, torch.optim.SGD(model.parameters(), lr=1e-3)) == drawn
+    assert calls_of(model) == calls_of(plain)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, sparse=True)])
+def test_parametrized_weights_are_not_computed_by_the_setup(layer):
+    model = nn.Sequential(nn.Sequential(with_noise(layer)), nn.Linear(4, 4))
+    before = calls_of(model)
+    nano(verbose=False)(lambda model, optimizer: None)(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert calls_of(model) == before
 
 
 class Marked(torch.Tensor):

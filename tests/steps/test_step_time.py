@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from nano_loop import nano
+from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.steps.step_time import StepTime
 
 
 def parts():
@@ -60,3 +62,47 @@ def test_of_two_optimizers_the_first_is_timed():
     (first, one), (second, two) = parts(), parts()
     train(first, second, [one, two])
     assert float(train.report["step_time"].detail.split()[0]) >= 10
+
+
+# --- on a fake clock ---
+
+
+def made():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    return torch.optim.SGD([parameter], lr=0.1)
+
+
+@pytest.fixture
+def take(monkeypatch):
+    """Take optimizer steps that last some seconds on a fake clock; nothing else takes time."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def take(optimizer, *seconds):
+        for each in seconds:
+            now[0] += each
+            optimizer.step()
+
+    return take
+
+
+def test_median_leaves_the_first_steps_and_those_of_other_optimizers_out(step, take):
+    optimizer, other = made(), made()
+    timed = step(StepTime, step_time=True)
+    timed.apply(TrainingObjects([], [optimizer]))
+    timed.apply(TrainingObjects([], [other]))
+    take(other, 70)
+    take(optimizer, 50, 50, 50, 50, 0.003, 0.002, 0.004, 0.003, 9)
+    assert timed.final_result().detail == "3.00 ms per step (median)"
+    take(other, 70)
+    assert timed.final_result().detail == "3.00 ms per step (median)"
+    assert (timed.clock.began, timed.clock.shortest) == (70, pytest.approx(0.002))
+
+
+def test_of_a_long_run_the_last_steps_count(step, take):
+    optimizer = made()
+    timed = step(StepTime, step_time=True)
+    timed.apply(TrainingObjects([], [optimizer]))
+    take(optimizer, *[1] * 1500, *[2] * 900)
+    assert timed.final_result().detail == "2.00 s per step (median)"

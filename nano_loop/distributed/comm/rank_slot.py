@@ -15,24 +15,12 @@ from nano_loop.errors import NanoConfigError, error_message
 
 @dataclass
 class RankSlot:
-    """The position of one process in one run.
+    """The position of one process in one run."""
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The ranks as this process sees them.
-    machine : Machine
-        The part of the machine available to this process: its share of the CPUs and of the quota.
-    host : Machine
-        The part of the machine available to all ranks of this host together.
-    copied : int
-        The number of bytes of large arguments that rank 0 copied to shared memory for the other ranks.
-    """
-
-    ranks: Ranks
-    machine: Machine
-    host: Machine
-    copied: int = 0
+    ranks: Ranks  # as this process sees them
+    machine: Machine  # the part available to this process: its share of the CPUs and of the quota
+    host: Machine  # the part available to all ranks of this host together
+    copied: int = 0  # the bytes of large arguments that rank 0 copied to shared memory for the other ranks
 
 
 def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple[Share, ...]:

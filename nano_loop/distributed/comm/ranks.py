@@ -36,14 +36,7 @@ class Channel(Protocol):
         """Return the bytes of all ranks, in rank order; lengths may differ. Collective.
 
         Every rank must call it in the same order. Waits raise an error if another rank has failed or left, or after the
-        run's timeout.
-
-        Parameters
-        ----------
-        data : bytes or memoryview
-            The bytes of this rank.
-        what : str
-            The purpose of the exchange, the same on every rank; used in the error if ranks diverge.
+        run's timeout. `what` is the purpose, the same on every rank; the error names it if ranks diverge.
         """
 
 
@@ -75,58 +68,33 @@ def by_host(hosts: Sequence[object]) -> list[list[int]]:
 
 @dataclass
 class ShardingState:
-    """One rank's knowledge about how the work of its run is divided.
+    """One rank's knowledge about how the work of its run is divided."""
 
-    Attributes
-    ----------
-    undivided : bool
-        Whether all ranks computed the same when they last compared; the same on all ranks.
-    whole : bool
-        Whether all ranks received the latest batch.
-    implicit_loaders : bool
-        Whether a loader that was not set up was divided.
-    own_shares : dict of str to bool
-        Data sets with different items on different ranks, which each rank therefore iterated in full: by name, whether
-        items of one rank also appeared on another.
-    """
-
-    undivided: bool = False
-    whole: bool = False
-    implicit_loaders: bool = False
+    undivided: bool = False  # whether all ranks computed the same when they last compared; the same on all ranks
+    whole: bool = False  # whether all ranks received the latest batch
+    implicit_loaders: bool = False  # whether a loader that was not set up was divided
+    #: Data sets with different items on different ranks, which each rank therefore iterated in full: by name, whether
+    #: items of one rank also appeared on another.
     own_shares: dict[str, bool] = field(default_factory=dict)
 
 
 @dataclass
 class RunContext:
-    """Shared context of the ranks of a run, in addition to their identities and channel, and local state.
-
-    Attributes
-    ----------
-    loop : Loop
-        The function that the ranks run.
-    gradient_group : torch.distributed.ProcessGroup or None
-        A separate group of all ranks on several hosts for gradients, concurrent with values; None on one host.
-    waits : nano_loop.distributed.shared_memory.deadlocks.Waits or None
-        Detects ranks that wait for each other; None across hosts.
-    after_averaging : list of callable
-        Called on all ranks after gradients have been averaged, with the number of averagings so far.
-    common_seed : int or None
-        torch's seed at the start of the run; None once this rank's random numbers differ from the others'.
-    sharding : ShardingState
-        Whether the ranks divide the work.
-    split : SplitBatches or None
-        How the ranks share each batch; None if each rank gets different batches.
-    witness : object or None
-        On rank 0, the process that computes whole batches, if any; in that process, the sender of its reports.
-    """
+    """Shared context of the ranks of a run, in addition to their identities and channel, and local state."""
 
     loop: Loop = field(default_factory=Loop)
+    #: A separate process group of all ranks on several hosts for gradients, concurrent with values; None on one host.
     gradient_group: Any = None
+    #: The `nano_loop.distributed.shared_memory.deadlocks.Waits`, which detects ranks that wait for each other; None
+    #: across hosts.
     waits: Any = None
+    #: Called on all ranks after gradients have been averaged, with the number of averagings so far.
     after_averaging: list[Callable[[int], None]] = field(default_factory=list)
+    #: The seed of torch at the start of the run; None once this rank's random numbers differ from the others'.
     common_seed: int | None = None
     sharding: ShardingState = field(default_factory=ShardingState)
-    split: SplitBatches | None = None
+    split: SplitBatches | None = None  # how the ranks share each batch; None if each rank gets different batches
+    #: On rank 0, the process that computes whole batches, if any; in that process, the sender of its reports.
     witness: Any = None
 
     @property
@@ -142,26 +110,11 @@ def _check_nothing() -> None:
 class Ranks:
     """The ranks of one run, as seen by one of them; by default the only rank.
 
-    Parameters
-    ----------
-    rank, size : int
-        The rank of this process, and the number of ranks.
-    local_rank, local_size : int
-        The same among the ranks on this host.
-    check : callable
-        Raises if another rank has failed or left; called while this rank waits.
-    timeout : float
-        Seconds to wait for another rank.
-    shares : tuple of tuples of int
-        The logical CPUs of each rank on this host, by local rank; empty if nothing is bound.
-    loader_cpus : tuple of int
-        The logical CPUs for this rank's `DataLoader` workers; empty if nothing is bound.
-    folder : pathlib.Path or None
-        A private folder in shared memory that the ranks of this host share.
-    context : RunContext, optional
-        The context of the run; by default, a new one.
-    names : sequence of int, optional
-        The numbers of the ranks in messages; by default they are numbered from 0.
+    `local_rank` and `local_size` are among the ranks on this host. `check` raises if another rank has failed or left;
+    it is called while this rank waits, at most for `timeout` seconds. `shares` are the logical CPUs of each rank on
+    this host, and `loader_cpus` those of this rank's `DataLoader` workers; both are empty if nothing is bound. `folder`
+    is a private folder in shared memory that the ranks of this host share. `names` are the numbers of the ranks in
+    messages.
     """
 
     def __init__(

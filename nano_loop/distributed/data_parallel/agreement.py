@@ -53,57 +53,24 @@ _ADVICE = "Make the loop do the same on every rank; only printing, saving and ev
 
 
 class Fingerprint(NamedTuple):
-    """One rank's state just before a collective operation.
-
-    Parameters
-    ----------
-    purpose : {"average", "sync", "losses"}
-        The operation.
-    averagings : int
-        The number of averagings so far.
-    steps : int
-        The total number of steps of all optimizers.
-    added_parameters : int
-        The number of added parameters and buffers that are not equal on all ranks yet.
-    shapes : int
-        A checksum of the shapes and dtypes of all parameters, if gradients are averaged.
-    rates : tuple of float
-        The learning rates of all groups of all optimizers; NaN for a group without one.
-    arrived : bytes
-        One of NOTHING, DENSE and SPARSE for each parameter.
-    gradients : (float, float)
-        The `nano_loop.distributed.data_parallel.checksums.gradient_checksum`; zeros if it is not compared.
-    overlap : int
-        The state of `nano_loop.distributed.data_parallel.buckets.Overlap`.
-    losses : tuple of float
-        The result of `nano_loop.distributed.data_parallel.roots.WeightedRoots.values`, if ranks share a batch.
-    weights : tuple of Weight
-        The result of `nano_loop.distributed.data_parallel.sample_weights.SampleWeights.take`, likewise.
-    random_state : int
-        A checksum of the state of torch's default generator, if ranks share a batch.
-    batches : int
-        A checksum of all batches so far, if ranks share them.
-    is_undrawn : bool
-        Whether the state is unchanged since the batch came, and the ranks have not checked yet that all are equal.
-    is_posted : bool
-        Whether the other ranks can read all gradients already; see `SharedMemoryTransport.post`.
-    """
+    """One rank's state just before a collective operation."""
 
     purpose: Purpose
     averagings: int
-    steps: int
-    added_parameters: int
-    shapes: int
-    rates: tuple[float, ...]
-    arrived: bytes
-    gradients: tuple[float, float] = (0.0, 0.0)
-    overlap: int = 0
-    losses: tuple[float, ...] = ()
-    weights: tuple[Weight, ...] = ()
-    random_state: int = 0
-    batches: int = 0
+    steps: int  # the total number of steps of all optimizers
+    added_parameters: int  # the number of added parameters and buffers that are not equal on all ranks yet
+    shapes: int  # a checksum of the shapes and dtypes of all parameters, if gradients are averaged
+    rates: tuple[float, ...]  # the learning rates of all groups of all optimizers; NaN for a group without one
+    arrived: bytes  # one of NOTHING, DENSE and SPARSE for each parameter
+    gradients: tuple[float, float] = (0.0, 0.0)  # `checksums.gradient_checksum`; zeros if it is not compared
+    overlap: int = 0  # the state of `buckets.Overlap`
+    losses: tuple[float, ...] = ()  # `roots.WeightedRoots.values`, if ranks share a batch
+    weights: tuple[Weight, ...] = ()  # `SampleWeights.take`, likewise
+    random_state: int = 0  # a checksum of the state of torch's default generator, if ranks share a batch
+    batches: int = 0  # a checksum of all batches so far, if ranks share them
+    #: Whether the state is unchanged since the batch came, and the ranks have not checked yet that all are equal.
     is_undrawn: bool = False
-    is_posted: bool = False
+    is_posted: bool = False  # whether the other ranks can read all gradients already; see `SharedMemoryTransport.post`
 
     def pack(self) -> bytes:
         """Return the fingerprint as bytes."""
@@ -158,11 +125,6 @@ class Agreement:
     """Progress of this rank, which must equal that of the others.
 
     With `compare`, the ranks also compare their parameters and buffers at intervals; see `checksums`.
-
-    Attributes
-    ----------
-    averagings, steps : int
-        The number of averagings, and of steps of optimizers.
     """
 
     def __init__(self, ranks: Ranks, parameters: Parameters, *, compare: bool) -> None:
@@ -172,7 +134,7 @@ class Agreement:
         self._buffers_differ = False  # whether the warning was issued
         self._shapes: tuple[Signature, int] = (((), ()), 0)  # shapes and dtypes of all parameters, and their checksum
         self.averagings = 0
-        self.steps = 0
+        self.steps = 0  # of all optimizers
 
     def exchange(
         self,

@@ -28,7 +28,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.agreement import Agreement, Fingerprint
 from nano_loop.distributed.data_parallel.buckets import NONE
 from nano_loop.distributed.data_parallel.checksums import checksums
-from nano_loop.distributed.data_parallel.combining_operators import combinations_noted
+from nano_loop.distributed.data_parallel.combining_operators import calls_noted
 from nano_loop.distributed.data_parallel.comparison import Comparison
 from nano_loop.distributed.data_parallel.drawing_operators import drawing
 from nano_loop.distributed.data_parallel.mean_losses import means_over_all_ranks
@@ -100,7 +100,7 @@ class Averaging:
                 undoing.enter_context(means_over_all_ranks(ranks))
                 undoing.enter_context(drawing(draws.draw, ranks))
                 if ranks.context.witness is not None:  # on rank 0
-                    undoing.enter_context(combinations_noted(ranks.context, self._roots.sample_weights))
+                    undoing.enter_context(calls_noted(ranks.context, self._roots.sample_weights.note_call))
             self._undoing = undoing.pop_all()
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:

@@ -1,16 +1,15 @@
-"""Calls of torch's operators that combine the rows of a tensor, such as a flip, if ranks share each batch.
+"""The operators that combine samples, the rows of a tensor: one table for calls and for nodes of autograd.
 
-A loop may begin to mix samples after the first step, such as ``0.5 * x + 0.5 * x.flip(0)``. Inputs have no autograd
-graph, so only the call shows this. Sums and means are not noted: many loops compute them for their logs.
+A loop may begin to mix samples after the first step. An autograd graph shows this by its nodes. Inputs have no graph:
+``0.5 * x + 0.5 * x.flip(0)`` is known from the call only. A node has the name of its operator.
 """
 
 from __future__ import annotations
 
-import os
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -19,74 +18,92 @@ from torch import Tensor
 
 from nano_loop.distributed.comm.ranks import RunContext
 from nano_loop.distributed.data_parallel.random_draws import is_of_parameter
-from nano_loop.distributed.data_parallel.sample_weights import SampleWeights
 from nano_loop.patching.operators import Kernel, kernel, overridden_together
 from nano_loop.patching.patch_table import listening, value_in_force
-from nano_loop.patching.torch_private_autograd import in_backward
-from nano_loop.patching.user_code import users_place
+from nano_loop.patching.torch_private import arguments_of
+from nano_loop.patching.torch_private_autograd import (
+    dimensions_of,
+    in_backward,
+    input_shape,
+    is_selected_by_mask,
+    output_numel,
+)
 
-#: Libraries whose own calls combine no samples: packing a sequence sorts these, and nano_loop calls for itself.
-_OWN = ("torch", "nano_loop")
-
-
-@contextmanager
-def combinations_noted(context: RunContext, weights: SampleWeights) -> Iterator[None]:
-    """In the body, note calls by the loop that combine rows of this rank's share, with the line of the program.
-
-    Until gradients are compared, all calls are noted: another number of samples may be the length of a table.
-
-    Parameters
-    ----------
-    context : RunContext
-        That of this rank's run.
-    weights : SampleWeights
-        Gets the operators and lines.
-    """
-    replacements = overridden_together("operators that combine", _functions, "CPU")
-    with replacements, listening(combinations_noted, partial(_note, context, weights)):
-        yield
-
-
-def _functions() -> dict[str, Callable[..., Any]]:
-    return {operator: _noting(operator, kernel(operator, "CPU")) for operator in _COMBINES}
+#: Operators that combine elements along dimensions, in calls and in graphs.
+_CALLED = (
+    *("flip", "roll", "sort.stable", "topk", "kthvalue", "median", "median.dim", "mode", "cumsum", "cumprod"),
+    *("std.correction", "var.correction", "gather", "bincount", "index.Tensor", "index_select"),
+)
+#: Likewise, in graphs only: many loops call them in each step without one, such as `max` for an accuracy.
+_IN_GRAPHS = (
+    *("max", "min", "amax", "amin", "aminmax", "nanmedian", "std_mean", "var_mean", "norm", "linalg_vector_norm"),
+    *("cummax", "cummin", "logcumsumexp", "prod", "logsumexp", "softmax", "log_softmax"),
+    *("index_put", "index_add", "index_copy", "index_fill", "index_reduce"),
+    *("mm", "bmm", "cdist", "euclidean_dist", "pdist"),
+)
+#: Those of them that often act on rows that are no samples, such as words.
+_OF_OTHER_ROWS = ("gather", "prod", "logsumexp", "softmax", "log_softmax")
 
 
-def _noting(operator: str, original: Kernel) -> Callable[..., Any]:
-    def call(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        for listener in value_in_force(combinations_noted) or ():
-            listener(operator, sys._getframe(1), *args, **kwargs)
-        return original(keys, *args, **kwargs)
-
-    return call
+def _node_name(operator: str) -> str:
+    """Return the name of an operator's nodes without their number, by torch's own rule, as for `derivatives.yaml`."""
+    return "".join(map(str.title, operator.partition(".")[0].split("_"))) + "Backward"
 
 
-def _note(
-    context: RunContext, weights: SampleWeights, operator: str, caller: FrameType, *args: Any, **kwargs: Any
-) -> None:
-    share = context.divided
-    is_evaluation = context.sharding.whole and not torch.is_grad_enabled()  # of whole batches
-    if share is None or is_evaluation or in_backward():
-        return
-    if weights.was_compared and not _COMBINES[operator](share.samples, *args, **kwargs):
-        return
-    if str(caller.f_globals.get("__name__")).partition(".")[0] not in _OWN and (place := users_place()) is not None:
-        line = f"{os.path.basename(place.filename)}:{place.number}"
-        weights.note_operator(f"{operator.partition('.')[0]} in {line}")
+_NODES = frozenset(map(_node_name, [*_CALLED, *_IN_GRAPHS]))
+_NODES_OF_OTHER_ROWS = frozenset(map(_node_name, _OF_OTHER_ROWS))
+_ADDING = frozenset(map(_node_name, ("sum", "mean")))
 
 
-def _acts_on_rows(samples: int, rows: Tensor, *dimensions: int) -> bool:
-    """Whether an operator acts along the first dimension, and this has one row for each of these samples."""
-    is_first = any(one % rows.dim() == 0 for one in dimensions) if rows.dim() else False
-    return is_first and len(rows) == samples and not is_of_parameter(rows)
+def combines(node: Any, samples: int) -> bool:
+    """Whether an operator in a graph may combine samples: it does not act within the rows of this number of samples."""
+    name = node.name().rstrip("0123456789")
+    if name not in _NODES or is_selected_by_mask(node):
+        return False
+    if (dimensions := dimensions_of(node)) and input_shape(node)[:1] == (samples,):
+        return 0 in dimensions
+    return name not in _NODES_OF_OTHER_ROWS
 
 
-def _selects(samples: int, rows: Tensor, dim: int, index: Tensor) -> bool:
+def adds_samples(node: Any, samples: int) -> bool:
+    """Whether a node is the sum or the mean of this number of samples, but no scalar."""
+    is_along_first = input_shape(node)[:1] == (samples,) and 0 in dimensions_of(node)
+    return is_along_first and node.name().rstrip("0123456789") in _ADDING and output_numel(node, 0) > 1
+
+
+def call_combines(operator: str, samples: int, *args: Any, **kwargs: Any) -> bool:
+    """Whether a call of an operator, with these arguments, combines the rows of a tensor with this number of rows."""
+    defaults = _defaults(operator)
+    values: dict[str, Any] = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+    if operator == "cat":
+        return _changes_order(samples, values["tensors"], values["dim"])
+    rows, along = values["self"], values.get("dim", values.get("dims"))
+    dimensions = [along] if isinstance(along, int) else along or [0]  # without any, the tensor counts as a vector
+    if rows.dim() == 0 or len(rows) != samples or is_of_parameter(rows):
+        return False
+    if all(one % rows.dim() for one in dimensions):
+        return False
+    return not operator.startswith("index") or _is_other_order(
+        samples, *values.get("indices", [values.get("index")])[:1]
+    )
+
+
+@functools.cache
+def _defaults(operator: str) -> dict[str, Any]:
+    """Return the arguments of an operator with their defaults, which a call omits; None if there is none."""
+    name, _, overload = operator.partition(".")
+    arguments = arguments_of(getattr(getattr(torch.ops.aten, name), overload or "default"))
+    return {one.name: one.default_value for one in arguments}
+
+
+def _is_other_order(samples: int, index: Tensor | None) -> bool:
     """Whether an index changes the order of the rows, or repeats some; it may also select some of them."""
-    is_index = index.dim() == 1 and len(index) == samples and index.dtype not in (torch.bool, torch.uint8)
-    return is_index and _acts_on_rows(samples, rows, dim) and index.tolist() != [*range(samples)]
+    if index is None or index.shape != (samples,) or index.dtype in (torch.bool, torch.uint8):
+        return False
+    return bool(index.tolist() != [*range(samples)])
 
 
-def _concatenates(samples: int, tensors: Sequence[Tensor], dim: int = 0) -> bool:
+def _changes_order(samples: int, tensors: Sequence[Tensor], dim: int) -> bool:
     """Whether slices of one tensor are put together in another order, as by ``torch.cat([x[1:], x[:1]])``."""
     if len(tensors) < 2 or not all(one.dim() for one in tensors):
         return False
@@ -96,19 +113,39 @@ def _concatenates(samples: int, tensors: Sequence[Tensor], dim: int = 0) -> bool
     return len({one.untyped_storage().data_ptr() for one in tensors}) == 1 and offsets != sorted(offsets)
 
 
-#: By operator, whether a call combines rows: its arguments are the number of samples, and the operator's.
-_COMBINES: dict[str, Callable[..., bool]] = {
-    "flip": lambda samples, rows, dims: _acts_on_rows(samples, rows, *dims),
-    # Without dimensions, these treat a tensor as one vector.
-    "roll": lambda samples, rows, shifts, dims=(): _acts_on_rows(samples, rows, *(dims or [0])),
-    "cumsum": lambda samples, rows, dim, **options: _acts_on_rows(samples, rows, dim),
-    "sort.stable": lambda samples, rows, *, dim=-1, **options: _acts_on_rows(samples, rows, dim),
-    "gather": lambda samples, rows, dim, index, **options: _acts_on_rows(samples, rows, dim),
-    "std.correction": lambda samples, rows, dim=None, **options: _acts_on_rows(samples, rows, *(dim or [0])),
-    "var.correction": lambda samples, rows, dim=None, **options: _acts_on_rows(samples, rows, *(dim or [0])),
-    "median": lambda samples, rows: _acts_on_rows(samples, rows, 0),
-    "bincount": lambda samples, rows, *options, **more: _acts_on_rows(samples, rows, 0),
-    "index_select": _selects,
-    "index.Tensor": lambda samples, rows, indices: indices[0] is not None and _selects(samples, rows, 0, indices[0]),
-    "cat": _concatenates,
-}
+@contextmanager
+def calls_noted(context: RunContext, note: Callable[..., None]) -> Iterator[None]:
+    """In the body, call ``note(samples, operator, frame, *args, **kwargs)`` before calls by the run's loop.
+
+    `samples` is the number of samples in this rank's part of the batch, and `frame` that of the caller. Sums and means
+    are not noted: many loops compute them for their logs.
+    """
+
+    def listener(*call: Any, **kwargs: Any) -> None:
+        share = context.divided
+        is_evaluation = context.sharding.whole and not torch.is_grad_enabled()  # of whole batches
+        if share is not None and not is_evaluation and not in_backward():
+            note(share.samples, *call, **kwargs)
+
+    with overridden_together("operators that combine", _functions, "CPU"), listening(calls_noted, listener):
+        yield
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
+    return {operator: _noting(operator, kernel(operator, "CPU")) for operator in (*_CALLED, "cat")}
+
+
+def _noting(operator: str, original: Kernel) -> Callable[..., Any]:
+    def call(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        for listener in value_in_force(calls_noted) or ():
+            listener(operator, _caller(sys._getframe(1)), *args, **kwargs)
+        return original(keys, *args, **kwargs)
+
+    return call
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """Return the frame that called a function of torch, through its modes."""
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame

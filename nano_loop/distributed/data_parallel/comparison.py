@@ -49,17 +49,6 @@ class Comparison:
     """Compares the gradients of this run's ranks with the witness's, until each optimizer has stepped.
 
     Only the first rank has the witness, if there is one. `is_rounded` is whether tensors are bf16.
-
-    Attributes
-    ----------
-    why_not : str
-        The reason why gradients are not compared.
-    compared : int
-        The number of backwards in which they were compared.
-    rounding : float
-        The largest difference attributed to rounding, relative to the norm of all gradients.
-    tolerance : float
-        The largest relative difference of equal gradients.
     """
 
     def __init__(self, ranks: Ranks, split: SplitBatches, *, is_rounded: bool = False) -> None:
@@ -68,14 +57,16 @@ class Comparison:
         self._witness = ranks.context.witness
         self._told: dict[str, Any] | None = None
         self._stepped: dict[int, Optimizer] = {}  # by id
-        self.tolerance = ROUNDED if is_rounded else TOLERANCE
+        self.tolerance = ROUNDED if is_rounded else TOLERANCE  # the largest relative difference of equal gradients
         self._losses: list[float] = []  # of the whole batch
         self._has_drawn = False  # whether NumPy or `random` have drawn between a batch and its backward
         self._is_last = False  # whether the witness reports only the losses of the next backward
         self._next_losses: list[float] | None = None  # these, during that backward
         self._last_layers: list[set[int]] = []  # the ids of their parameters
         self._earlier: set[int] = set()  # the ids of parameters of other layers, in any backward until now
-        self.compared, self.rounding = 0, 0.0
+        self.compared = 0  # the number of backwards in which gradients were compared
+        self.rounding = 0.0  # the largest difference attributed to rounding, relative to the norm of all gradients
+        #: The reason why gradients are not compared.
         self.why_not = "only local workers have a witness"
         if self._witness is not None:
             self.why_not = "no backward came before the first step"

@@ -23,18 +23,12 @@ class Differences:
     """The differences of some gradients from those of whole batches, by place; a missing gradient is zero.
 
     The `tolerance` is the largest relative difference of equal gradients: TOLERANCE, ROUNDED or DOUBLE.
-
-    Attributes
-    ----------
-    distances, sizes : list of float
-        The norms of the differences, and of the gradients of whole batches.
-    total : float
-        The norm of all differences.
     """
 
     def __init__(
         self, gradients: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None], tolerance: float
     ) -> None:
+        # Norms: of the differences, of the gradients of whole batches, and of all differences together.
         self.distances = [_distance(one, other) for one, other in zip(gradients, whole, strict=True)]
         self.sizes = [_distance(gradient, None) for gradient in whole]
         self._tolerance, self._size = tolerance, math.hypot(*self.sizes)

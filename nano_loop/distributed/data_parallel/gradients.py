@@ -49,14 +49,10 @@ def by_kind(parameters: list[torch.Tensor], arrived: Sequence[bytes]) -> tuple[l
 class DenseGradients:
     """The gradients of some parameters in the form in which they are averaged, and their destinations.
 
-    A parameter without a gradient is treated as having a zero gradient, and gets one.
-
-    Attributes
-    ----------
-    tensors : list of torch.Tensor
-        One contiguous tensor of the parameter's dtype for each nonempty parameter, with complex ones as pairs of real
-        numbers. For contiguous parameters, it has their shape. Otherwise, it is one-dimensional, in the order of the
-        parameter's memory, to match the other ranks'.
+    A parameter without a gradient is treated as having a zero gradient, and gets one. `tensors` has one contiguous
+    tensor of the parameter's dtype for each nonempty parameter, with complex ones as pairs of real numbers. For
+    contiguous parameters, it has their shape. Otherwise, it is one-dimensional, in the order of the parameter's memory,
+    to match the other ranks'.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:

@@ -12,23 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from nano_loop.kernels.head.cross_entropy import MEAN
-from nano_loop.patching.torch_private_autograd import (
-    dimensions_of,
-    input_shape,
-    is_selected_by_mask,
-    output_numel,
-    reduction_of,
-)
+from nano_loop.patching.torch_private_autograd import output_numel, reduction_of
 
 #: The key, in a node's metadata, of a loss that is a mean over all ranks' rows.
 OVER_ALL_RANKS = "nano_loop: a mean over all ranks"
-#: Beginnings of the names of operators that may combine samples, unless they act on another dimension.
-_COMBINING = (
-    *("Topk", "Sort", "Kthvalue", "Median", "Index", "Mode", "Cum", "Roll", "Flip", "MaxB", "MinB"),
-    *("Mm", "Bmm", "Cdist", "EuclideanDist", "PdistForward", "Std", "Var", "LinalgVectorNorm", "Norm", "Amax", "Amin"),
-)
-#: Those that combine samples in the first dimension only, and those that add samples there.
-_ALONG_FIRST, _ADDING = ("Softmax", "LogSoftmax", "Logsumexp", "Prod"), ("MeanBackward1", "SumBackward1")
+#: Maximum number of nodes that are searched.
 _MOST_NODES = 64
 
 
@@ -71,28 +59,6 @@ def before_layers(roots: Iterable[Any]) -> list[Any]:
         return [] if _is_layer(node) else [one for one, _ in node.next_functions]
 
     return [node for node in _walk(roots, inputs_of) if not _is_layer(node)]
-
-
-def combines(node: Any, samples: int) -> bool:
-    """Whether an operator may combine samples: it does not act within the rows of this number of samples."""
-    name = node.name()
-    if name.startswith(_ALONG_FIRST):
-        return _acts_on_first(node, samples)
-    if not name.startswith(_COMBINING):
-        return False
-    if is_selected_by_mask(node):
-        return False
-    is_of_rows = input_shape(node)[:1] == (samples,)
-    return not is_of_rows or not dimensions_of(node) or _acts_on_first(node, samples)
-
-
-def adds_samples(node: Any, samples: int) -> bool:
-    """Whether a node is the sum or the mean of this number of samples, but no scalar."""
-    return node.name().startswith(_ADDING) and _acts_on_first(node, samples) and output_numel(node, 0) > 1
-
-
-def _acts_on_first(node: Any, samples: int) -> bool:
-    return input_shape(node)[:1] == (samples,) and 0 in dimensions_of(node)
 
 
 def _is_layer(node: Any) -> bool:

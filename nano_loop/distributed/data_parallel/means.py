@@ -25,20 +25,14 @@ class Means:
     """The means of a run's gradients.
 
     If `overlapped`, a `GroupTransport` sends gradients while the backward still computes others.
-
-    Attributes
-    ----------
-    overlap : Overlap
-        The gradients that are sent in the current backward.
-    averaged : AveragedGradients
-        The gradients that are means.
     """
 
     def __init__(self, ranks: Ranks, transport: Transport, *, overlapped: bool) -> None:
         self._ranks, self._transport = ranks, transport
         self._posted: DenseGradients | None = None  # the gradients that the other ranks can read, until `compute`
+        #: The gradients that are sent in the current backward.
         self.overlap = Overlap(transport if overlapped and isinstance(transport, GroupTransport) else None)
-        self.averaged = AveragedGradients()
+        self.averaged = AveragedGradients()  # the gradients that are means
 
     def post(self, parameters: Sequence[torch.Tensor], arrived: bytes) -> bool:
         """Let the other ranks read all gradients, if they are few and dense; return whether they can. Collective."""

@@ -33,26 +33,15 @@ class Parameters:
     Parameters that the loop adds to a model or optimizer are found at the next `refresh`. Models and optimizers are
     kept until `forget_dropped`, so that all ranks average the same ones, independently of garbage collection.
 
-    Parameters
-    ----------
-    arrived : callable
-        Called with a parameter each time its gradient has been accumulated, inside the backward.
-
-    Attributes
-    ----------
-    models, optimizers : list
-        The added models and optimizers.
-    in_order : list of torch.Tensor
-        The parameters that may get gradients.
-    added_parameters : list of (str, torch.Tensor)
-        Parameters, and buffers of modules, that the loop has added and that may differ between ranks.
+    `arrived` is called with a parameter each time its gradient has been accumulated, inside the backward.
     """
 
     def __init__(self, arrived: Callable[[torch.Tensor], None]) -> None:
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
-        self.in_order: list[torch.Tensor] = []
+        self.in_order: list[torch.Tensor] = []  # the parameters that may get gradients
         self._arrived = arrived
+        #: Parameters, and buffers of modules, that the loop has added and that may differ between ranks.
         self.added_parameters: list[Named] = []
         # Keyed by parameter id: `torch.utils.swap_tensors` rejects tensors with weak references.
         self._watched: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}  # with their hooks

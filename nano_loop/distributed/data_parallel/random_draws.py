@@ -32,20 +32,12 @@ _RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.RNN, nn.LSTM, nn.GR
 
 
 class _Part(NamedTuple):
-    """Part of this rank in the tensor that a plain loop draws.
+    """Part of this rank in the tensor that a plain loop draws."""
 
-    Parameters
-    ----------
-    dimension, start, total : int
-        The dimension of the batch, the start of the part in it, and its size in the plain loop.
-    order : tuple of int
-        The dimensions in the order of memory in the plain loop, outermost first.
-    """
-
-    dimension: int
-    start: int
-    total: int
-    order: tuple[int, ...]
+    dimension: int  # of the batch
+    start: int  # of the part, in this dimension
+    total: int  # the size of this dimension in the plain loop
+    order: tuple[int, ...]  # the dimensions in the order of memory in the plain loop, outermost first
 
     def of(self, whole: Tensor, like: Tensor) -> Tensor:
         return whole.narrow(self.dimension, self.start, like.size(self.dimension))
@@ -75,21 +67,12 @@ class RandomDraws:
     not report them, the draw is like all others at its place. If there are none, masks and ``*_like`` of tensors that
     are not parameters are assumed to have a batch dimension.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The processes.
-    in_witness : callable
-        Takes a number n, and returns the shape and order of the witness's n-th draw for this batch. None on ranks other
-        than 0, and if the witness reports nothing.
-
-    Attributes
-    ----------
-    drawn_alike : dict of str
-        The user's lines whose draws have the share's size, but were assumed to have no batch dimension.
+    `in_witness` takes a number n, and returns the shape and order of the witness's n-th draw for this batch. It returns
+    None on ranks other than 0, and if the witness reports nothing.
     """
 
     def __init__(self, ranks: Ranks, in_witness: Callable[[int], Any] = lambda number: None) -> None:
+        #: The user's lines whose draws have the share's size, but were assumed to have no batch dimension.
         self.drawn_alike: dict[str, None] = {}
         self._ranks = ranks
         self._in_witness = in_witness

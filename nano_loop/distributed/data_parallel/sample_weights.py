@@ -15,8 +15,10 @@ add a loss of pairs of samples, whose factor may have been 0 in the first step. 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +26,12 @@ from torch import Tensor, nn
 
 from nano_loop.distributed.comm.split_batches import CHECK_INTERVAL, CHECKED
 from nano_loop.distributed.data_parallel.checksums import Pair, sum_and_norm
-from nano_loop.distributed.data_parallel.loss_graph import adds_samples, before_layers, combines, reductions
+from nano_loop.distributed.data_parallel.combining_operators import adds_samples, call_combines, combines
+from nano_loop.distributed.data_parallel.loss_graph import before_layers, reductions
 from nano_loop.errors import error_message
+from nano_loop.patching.optimizers import is_in_step
 from nano_loop.patching.torch_private_autograd import input_shape, output_numel
-from nano_loop.patching.user_code import warn
+from nano_loop.patching.user_code import users_place, warn
 
 #: Maximum number of reductions: a loss with more may be computed sample by sample.
 _MOST_WEIGHTS = 8
@@ -99,9 +103,18 @@ class SampleWeights:
                 count = elements / output_numel(node, 0) if node.name().startswith("Mean") else 1
                 self._hooks.append(node.register_prehook(partial(self._note_vector, weight, elements, count)))
 
-    def note_operator(self, name: str) -> None:
-        """Record that the loop calls an operator that may combine samples."""
-        self._lines.add(name)
+    def note_call(self, samples: int, operator: str, frame: FrameType, *args: Any, **kwargs: Any) -> None:
+        """Record the line of a call that combines this rank's samples; see `calls_noted`.
+
+        Until gradients are compared, all calls count: another number of samples may be the length of a table. The
+        calls of libraries, such as the sort by which torch packs sequences, and of optimizers, which have gradients,
+        do not count.
+        """
+        if self._has_warned or (self.was_compared and not call_combines(operator, samples, *args, **kwargs)):
+            return
+        place = users_place()
+        if place is not None and place.names is frame.f_globals and not is_in_step(frame):
+            self._lines.add(f"{operator.partition('.')[0]} in {os.path.basename(place.filename)}:{place.number}")
 
     def note_computed(self, inputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
         """Record the gradients that `torch.autograd.grad` has computed for some parameters among its inputs."""

@@ -47,16 +47,8 @@ def missing(path: Any) -> OSError:
 class Replacement(staticmethod):  # type: ignore[type-arg]
     """A function that a class does not bind, like built-in functions, and that is pickled by name.
 
-    It equals the original, so it is in the same sets, such as `os.supports_follow_symlinks`.
-
-    Parameters
-    ----------
-    function : callable
-        The implementation.
-    original : callable
-        The replaced function, whose signature and documentation it copies.
-    module : str
-        The module that contains the original by its name.
+    It equals the original, so it is in the same sets, such as `os.supports_follow_symlinks`, and copies its signature
+    and documentation. `module` contains the original by its name.
     """
 
     def __init__(self, function: Callable[..., Any], original: Any, module: str) -> None:

@@ -33,30 +33,21 @@ class Overlay:
     """The private files of a rank, and of the processes that it forks.
 
     Before `begin` and after `end`, every file is shared: the functions behave like Python's.
-
-    Attributes
-    ----------
-    root : str
-        The folder of the private files; empty while there are none.
-    shared : tuple of str
-        Folders whose files all ranks write, with a trailing slash.
-    rank : int
-        The owner of the files.
-    shards : Shards
-        The private files that belong to the caller.
-    temporary : str
-        A folder for temporary files, which are real.
-    since : int
-        The start of the run in ns, by the file system clock. Files of the caller that changed since then were changed
-        by rank 0.
-    databases : set of str
-        The databases of the caller that were opened read-only.
-    outside : executor or None
-        A thread that is exempt from the kernel's restrictions on the other threads: it can write to the caller's pipes.
     """
 
+    root: str  # the folder of the private files; empty while there are none
+    shared: tuple[str, ...]  # folders whose files all ranks write, with a trailing slash
+    rank: int  # the owner of the files
+    shards: Shards  # the private files that belong to the caller
+    temporary: str  # a folder for temporary files, which are real
+    #: The start of the run in ns, by the file system clock. Files of the caller that changed since then were changed by
+    #: rank 0.
+    since: int
+
     def __init__(self) -> None:
-        self.databases: set[str] = set()
+        self.databases: set[str] = set()  # those of the caller that were opened read-only
+        #: A thread that is exempt from the kernel's restrictions on the other threads: it can write to the caller's
+        #: pipes.
         self.outside: Executor | None = None
         self.end()
 

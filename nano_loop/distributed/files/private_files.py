@@ -62,16 +62,9 @@ def guard_files() -> None:
 def private_files(rank: int, own: Path, since: int, *shared: Path) -> Iterator[None]:
     """In the body, make the writes of this process private, a rank other than 0 that was started externally.
 
-    Parameters
-    ----------
-    rank : int
-        The rank of this process.
-    own : pathlib.Path
-        The private folder of this process, with a link made by `nano_loop.distributed.files.folder.workers_files`.
-    since : int
-        The start of the run in ns, by the file system clock.
-    *shared : pathlib.Path
-        The folders of the run that the ranks of this host share.
+    `own` is its private folder, with a link made by `nano_loop.distributed.files.folder.workers_files`, and `shared`
+    are the folders of the run that the ranks of this host share. The run started at `since`, in ns by the file system
+    clock.
     """
     with ExitStack() as stack:
         place = tempfile.mkdtemp(dir=place_of(own))

@@ -24,23 +24,12 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Counterpart(NamedTuple):
-    """The possible path of rank 0 for a path of another rank: the rank number is replaced by 0, or rank + 1 by 1.
-
-    Attributes
-    ----------
-    path : str
-        The path.
-    named : str
-        The file or folder on this path whose name contains the number.
-    own : str
-        The same for the other rank.
-    family : str
-        The prefix of that rank's paths and their continuation up to later numbers, which rank 0 need not have.
-    """
+    """The possible path of rank 0 for a path of another rank: the rank number is replaced by 0, or rank + 1 by 1."""
 
     path: str
-    named: str
-    own: str
+    named: str  # the file or folder on this path whose name contains the number
+    own: str  # the same for the other rank
+    #: The prefix of that rank's paths and their continuation up to later numbers, which rank 0 need not have.
     family: str
 
 
@@ -65,17 +54,12 @@ class Shards:
     A rank that picks the first free number of a series writes no shard: it has seen rank 0's files. Nor does a rank
     that has itself written rank 0's path, as in each epoch. Nor is a folder's number a rank if the rank works in it, or
     if rank 0 also writes to it: the folder with the other number is another run's, as in a sweep.
-
-    Attributes
-    ----------
-    latest : int
-        The number of writes of possible shards.
     """
 
     def __init__(self, overlay: Any) -> None:
         self._overlay = overlay
         self._lock = threading.Lock()
-        self.latest = self._last = 0
+        self.latest = self._last = 0  # numbers of writes of possible shards
         # By path: the value of `latest` at the write, and the files of rank 0 known to the rank at that time.
         self._waiting: dict[str, tuple[int, set[str]]] = {}
         self._known: set[str] = set()  # paths of rank 0's files and folders that this rank knew of before

@@ -29,21 +29,10 @@ def running_together(
     """Run the body as rank 0 alongside `workers` until all have finished or one has failed, then end them.
 
     Raises a `NanoWorkerError` if another rank fails. The workers are then killed, as they are if the body raises.
+    Interrupts are handled in the body, and in the waits before and after it, which last at most `timeout` seconds.
 
-    Parameters
-    ----------
-    workers : Workers
-        The other ranks, about to read their payload. Interrupts are handled in the body, and in the waits before and
-        after it.
-    connect : callable
-        Accepts a function that raises if another rank failed; returns a context in which the ranks are connected, whose
-        value is yielded.
-    timeout : float
-        Seconds that rank 0 waits for the others before and after its body.
-    loop : Loop
-        The function that the ranks run.
-    forget : callable
-        Deletes the payload; called when all have read it.
+    The workers are about to read their payload; `forget` deletes it when all have read it. `connect` accepts a function
+    that raises if another rank failed, and returns a context in which the ranks are connected, whose value is yielded.
     """
     has_joined, interrupts = False, workers.interrupts
 

@@ -37,35 +37,16 @@ class Kind(IntEnum):
 
 @dataclass
 class Failure:
-    """A rank that failed.
-
-    Parameters
-    ----------
-    rank : int
-        The rank.
-    kind : Kind
-        Its relation to the cause.
-    what : str
-        A description, such as ``raised ValueError: bad batch``.
-    advice : str
-        The recommended action.
-    exitcode : int or None
-        The exit code of its process, negative for a signal.
-    traceback : str or None
-        Its formatted traceback.
-    pickled : bytes
-        Its exception, pickled; empty if it could not be sent.
-    late : int or None
-        The rank that it waited for in vain; None if it is unknown or the failure is of another kind.
-    """
+    """A rank that failed."""
 
     rank: int
-    kind: Kind
-    what: str
-    advice: str
-    exitcode: int | None = None
+    kind: Kind  # its relation to the cause
+    what: str  # a description, such as ``raised ValueError: bad batch``
+    advice: str  # the recommended action
+    exitcode: int | None = None  # of its process; negative for a signal
     traceback: str | None = None
-    pickled: bytes = b""
+    pickled: bytes = b""  # its exception; empty if it could not be sent
+    #: The rank that it waited for in vain; None if it is unknown or the failure is of another kind.
     late: int | None = None
 
     def as_error(self) -> NanoWorkerError:

@@ -17,13 +17,8 @@ from nano_loop.distributed.comm.ranks import Loop, Ranks
 class Task(ABC):
     """The work of every rank of a run. Picklable: ranks in other processes execute a copy.
 
-    Parameters
-    ----------
-    names : mapping of str to Any
-        The user's objects in the task by their names in the user's code, used in errors about objects that cannot be
-        pickled. The mapping itself is not pickled.
-    loop : Loop
-        The user's function, for messages.
+    `names` are the user's objects in the task by their names in the user's code, used in errors about objects that
+    cannot be pickled. The mapping itself is not pickled.
     """
 
     def __init__(self, names: Mapping[str, Any], loop: Loop) -> None:
@@ -66,11 +61,6 @@ class Launcher(ABC):
       files, environment variables and affinity masks are restored.
 
     `join_run.joined`, rather than a launcher, decides whether a run may start alongside or inside another one.
-
-    Parameters
-    ----------
-    options : Options
-        The options of the run.
     """
 
     def __init__(self, options: Options) -> None:
@@ -79,12 +69,8 @@ class Launcher(ABC):
     def expected_ranks(self) -> Ranks:
         """Return this process's place in its next run, as far as it is known in advance.
 
-        By default, it is rank 0 and starts the others.
-
-        Raises
-        ------
-        NanoConfigError
-            If this launcher does not support the options.
+        By default, it is rank 0 and starts the others. Raises a `NanoConfigError` if this launcher does not support the
+        options.
         """
         count = self.options.processes
         return Ranks(size=count, local_size=count)
@@ -93,33 +79,16 @@ class Launcher(ABC):
     def joined(self, machine: Machine, task: Task | None) -> AbstractContextManager[RankSlot]:
         """Return a context in which this process is a rank of the run, and the other ranks do `task`.
 
-        Parameters
-        ----------
-        machine : Machine
-            The part of the machine available to all ranks of this host together.
-        task : Task
-            The task of the started processes; this process does it itself in the body of the context.
-
-        Raises
-        ------
-        NanoError
-            If the ranks cannot be connected.
-        NanoWorkerError
-            If another rank fails; raised when the context exits.
+        This process does the task itself in the body of the context. `machine` is the part of the machine available to
+        all ranks of this host together. Raises a `NanoError` if the ranks cannot be connected, and at the exit a
+        `NanoWorkerError` if another rank has failed.
         """
 
     def prepare(self, machine: Machine) -> None:  # noqa: B027 - most launchers have nothing to prepare
         """Start slow parts before a run needs them. By default, there are none.
 
-        Parameters
-        ----------
-        machine : Machine
-            The part of the machine available to all ranks of this host together.
-
-        Raises
-        ------
-        NanoError
-            If the run could not start either.
+        `machine` is the part of the machine available to all ranks of this host together. Raises a `NanoError` if the
+        run could not start either.
         """
 
     @property

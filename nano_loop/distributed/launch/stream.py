@@ -26,19 +26,11 @@ _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # SIGPIPE could end the caller'
 
 
 class Stream:
-    """One end of a blocking stream socket. Any thread may send; only one thread at a time may receive.
-
-    Attributes
-    ----------
-    is_open : bool
-        Whether the other end can still send.
-    descriptors : list of int
-        Descriptors received with messages; their owner removes them.
-    """
+    """One end of a blocking stream socket. Any thread may send; only one thread at a time may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.is_open = True
-        self.descriptors: list[int] = []
+        self.is_open = True  # whether the other end can still send
+        self.descriptors: list[int] = []  # received with messages; their owner removes them
         self._connection = connection
         self._sending = threading.Lock()
         self._received = bytearray()

@@ -25,16 +25,12 @@ class Worker(ABC):
     """A process that a launcher has started for a rank, as seen by rank 0.
 
     `poll` is called in the watching thread, `kill` and `stack_dump` in any thread, and `close` last.
-
-    Attributes
-    ----------
-    ready, finished : bool
-        Whether it has read the payload, and whether its task has returned; set by `poll`.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.ready = self.finished = False
+        self.ready = False  # whether it has read the payload; set by `poll`
+        self.finished = False  # whether its task has returned; set by `poll`
 
     @property
     def sources(self) -> Sequence[Any]:

@@ -87,28 +87,12 @@ def join_run(
 ) -> Iterator[RankSlot]:
     """Join the other processes of a launch, however started, and divide this host among its ranks. Collective.
 
-    By default, the ranks of a host watch each other, and files written by ranks other than 0 are private during the
-    run. A launcher that passes `parent` handles both itself.
+    They meet in `store`, which no other run uses. None: in the user's process group, which is kept. The launcher may
+    already have restricted `machine`. Without `threads`, the ranks of a host divide its CPUs; with it, this process has
+    this number of compute threads and is not bound. For `check`, see `Ranks`, and for `address`, `process_group`.
 
-    Parameters
-    ----------
-    store : torch.Store or None
-        The store where they meet, used by no other run. None: the user's existing process group, which is used and
-        kept.
-    options : Options
-        The options of the run.
-    machine : Machine
-        The part of the machine available to this process, which the launcher may already have restricted.
-    launch : Launch
-        The rank of this process.
-    check : callable
-        See `Ranks`.
-    address : str or None
-        See `process_group`.
-    threads : int or None
-        Compute threads of this process, which is then not bound. None: the ranks of a host divide it.
-    parent : Path or None
-        See `common_folder`.
+    By default, the ranks of a host watch each other, and files written by ranks other than 0 are private during the
+    run. A launcher that passes `parent` (see `common_folder`) handles both itself.
     """
     everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=check)
     gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)

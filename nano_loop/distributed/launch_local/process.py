@@ -152,18 +152,13 @@ class WitnessProcess(WorkerProcess):
 
     It is not watched: whatever happens to it, the run continues. Its number is one higher than the last rank, which
     gives its files a place. It may use the CPUs of all ranks, which wait for it.
-
-    Attributes
-    ----------
-    why : str
-        The reason why there is nothing to compare; empty if there may be.
     """
 
     def __init__(self, server: Server, first: RankSlot) -> None:
         ranks = first.ranks
         shares = (tuple(sorted({cpu for share in ranks.shares for cpu in share})),) if ranks.shares else ()
         own = Ranks(ranks.size, ranks.size + 1, shares=shares, folder=ranks.folder)
-        self.why = ""
+        self.why = ""  # the reason why there is nothing to compare; empty if there may be
         self._told: list[dict[str, Any]] = []
         self._began = time.monotonic()
         self._size, self._timeout = ranks.size, ranks.timeout

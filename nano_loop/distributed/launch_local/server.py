@@ -66,16 +66,13 @@ class Server:
 
     Only one thread at a time reads its replies; requests may come from any thread. The process imports `modules` in
     addition to torch, on `cpus` if there are any, with `folder` or the system's for temporary files.
-
-    Attributes
-    ----------
-    ready, gone : bool
-        Whether it has finished its imports, and whether it has ended.
     """
 
     def __init__(self, origin: dict[str, Any], cpus: list[int], folder: str | None, modules: Iterable[str]) -> None:
         self.origin = origin
-        self.ready = self.gone = self._answered = False
+        self.ready = False  # whether it has finished its imports
+        self.gone = False  # whether it has ended
+        self._answered = False
         self.pid: int | None = None  # known once it has started
         self._reading = threading.RLock()
         setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": IDLE}

@@ -117,15 +117,10 @@ class Placement:
     """Reserved CPUs for `count` ranks, the same number for each, with the first rank on the caller's node.
 
     The caller's node is the first of those on the cluster.
-
-    Attributes
-    ----------
-    nodes : list of Node
-        The nodes by rank, grouping the ranks of a node, once they are reserved.
     """
 
     def __init__(self, on_cluster: Sequence[Node], count: int, cpus: int) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[Node] = []  # by rank, grouping the ranks of a node, once they are reserved
         self.cpus = cpus
         self._on_cluster = {node.id: node for node in on_cluster}
         self._bundles: list[int] = []  # by rank
@@ -223,18 +218,8 @@ def _list(on_cluster: Sequence[Node], *, free: bool = False) -> str:
 class Actor(Worker):
     """A `Worker` that is a process started by Ray, which reports whether it has ended.
 
-    Parameters
-    ----------
-    rank : int
-        Its rank.
-    node : Node
-        The node of the process.
-    store : torch.Store
-        The store where it reports that it has read the payload, and where it is in the loop.
-    setting : dict
-        Its settings as plain values: see `for_actors` and `RankWorker`.
-    **placed : Any
-        Ray's placement options.
+    In `store`, it reports that it has read the payload, and where it is in the loop. `setting` has its settings as
+    plain values: see `for_actors` and `RankWorker`. `placed` are Ray's placement options.
     """
 
     def __init__(self, rank: int, node: Node, store: Store, setting: dict[str, Any], **placed: Any) -> None:

@@ -69,12 +69,9 @@ def versions() -> dict[str, str]:
 class RankWorker:
     """A process that is a rank of one run.
 
-    Parameters
-    ----------
-    setting : dict
-        Plain values sent by `nano_loop.distributed.launch_ray.launcher`: the ``rank``, the ``address`` of its node and
-        its ``share`` of the CPUs; the ``store``'s address, port and timeout; the ``payload``'s folder on the caller's
-        node, and the ``writer``, the rank that copies it to this node.
+    `setting` has plain values sent by `nano_loop.distributed.launch_ray.launcher`: the ``rank``, the ``address`` of its
+    node and its ``share`` of the CPUs; the ``store``'s address, port and timeout; the ``payload``'s folder on the
+    caller's node, and the ``writer``, the rank that copies it to this node.
     """
 
     def __init__(self, setting: dict[str, Any]) -> None:

@@ -47,24 +47,13 @@ _IS_OWN = "is the worker's own"
 
 
 class ModuleState:
-    """The data of modules, to be reproduced in a worker.
-
-    Attributes
-    ----------
-    places : list of Place
-        The places with data.
-    contents : list of Contents
-        The contents, in the same order.
-    known : list
-        The objects known to the picklers, in the order of their places.
-    not_compared : dict of str to str
-        The attributes that functions name but that are not sent, with the reason.
-    """
+    """The data of modules, to be reproduced in a worker."""
 
     def __init__(self, reached: ReachedModules) -> None:
-        self.places: list[Place] = []
-        self.contents: list[Contents] = []
+        self.places: list[Place] = []  # those with data
+        self.contents: list[Contents] = []  # in the order of the places, as the objects known to the picklers
         self.known: list[Any] = []
+        #: The attributes that functions name but that are not sent, with the reason.
         self.not_compared: dict[str, str] = {}
         self._reached = reached
         self._placed_ids: set[int] = set()
@@ -182,15 +171,10 @@ class ModuleState:
 
 
 class StatePickler(FaithfulPickler):
-    """Pickles the contents of modules: recreates locks, and pickles plain instances by their contents.
+    """Pickles the contents of modules: recreates locks, and pickles plain instances by their contents."""
 
-    Attributes
-    ----------
-    may_run_code : bool
-        Whether to call the pickling methods of other classes of the program and of libraries. Unpickling may run their
-        code, so this is limited to objects that are used.
-    """
-
+    #: Whether to call the pickling methods of other classes of the program and of libraries. Unpickling may run their
+    #: code, so this is limited to objects that are used.
     may_run_code = True
 
     def __init__(self, file: Any, take: Callable[[PickleBuffer], bool]) -> None:

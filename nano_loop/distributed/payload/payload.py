@@ -27,28 +27,13 @@ _MAIN_OF_SPAWNED = "__mp_main__"  # in a child spawned by multiprocessing
 def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
     """Write `call` and the data of the modules that it reaches to ``folder/payload``, and large storages next to it.
 
-    `call` is not changed, and no large storage or contiguous array is copied within this process's memory. After an
-    error, the folder may contain partial files.
+    `call` is not changed, and no large storage or contiguous array is copied within this process's memory. `folder` is
+    empty and in the shared-memory file system; after an error, it may contain partial files. `names` are the arguments
+    of the user's call by name, for that error. Returns the number of bytes of large storages and arrays that were
+    copied, excluding mapped files.
 
-    Parameters
-    ----------
-    call : Any
-        Any Python object.
-    folder : Path
-        An existing, empty folder in the shared-memory file system.
-    names : mapping of str to Any
-        The arguments of the user's call by name, for the error if one of them cannot be pickled.
-
-    Returns
-    -------
-    int
-        The number of bytes of large storages and arrays that were copied, excluding mapped files.
-
-    Raises
-    ------
-    NanoError
-        If an object in `call` cannot be pickled (naming the argument and the first steps down to the object), if the
-        folder is full, or if a worker would import different code.
+    Raises a `NanoError` if an object in `call` cannot be pickled (naming the argument and the first steps down to the
+    object), if the folder is full, or if a worker would import different code.
     """
     _send_main()
     try:

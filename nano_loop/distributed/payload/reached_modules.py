@@ -42,18 +42,11 @@ _LIBRARIES = ("site-packages", "dist-packages")
 
 
 class ReachedModules:
-    """The modules that objects sent to a worker reach; see the module's docstring.
-
-    Attributes
-    ----------
-    modules : dict of str to module
-        The modules of the program and of libraries, by name.
-    named : set of (str, str)
-        Pairs of modules and attributes that functions in `roots`, or functions that these call, name.
-    """
+    """The modules that objects sent to a worker reach; see the module's docstring."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
-        self.modules: dict[str, ModuleType] = {}
+        self.modules: dict[str, ModuleType] = {}  # of the program and of libraries, by name
+        #: Pairs of modules and attributes that functions in `roots`, or functions that these call, name.
         self.named: set[tuple[str, str]] = set()
         self._functions: list[tuple[ModuleType, FunctionType]] = []  # functions of the program that workers import
         for _ in walk(roots, self._contents, most=_MOST):

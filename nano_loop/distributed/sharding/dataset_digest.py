@@ -37,34 +37,18 @@ _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
 class Digest:
     """A checksum that is equal on two ranks with the same values, and almost surely different otherwise.
 
-    It covers containers, tensors, arrays and objects, and samples of large ones. Objects are represented by their
-    pickled state if their class implements pickling in Python, otherwise by their attributes: pickles mostly exclude
-    open files and caches. Random states, functions and locks are represented by their type only.
-
-    Parameters
-    ----------
-    *values : object
-        The values.
-    known : container of object
-        Additional objects that are represented by their type only.
-    pickled : bool
-        Whether to use the pickled state of all objects, which is right for items such as images and table records.
-    elements : int
-        The number of elements of a tensor or an array to read.
-
-    Attributes
-    ----------
-    crc : int
-        The checksum.
-    seen : dict
-        The objects read so far, by id.
+    It covers containers, tensors, arrays and objects, and samples of large ones, of which it reads this number of
+    `elements`. Objects are represented by their pickled state if their class implements pickling in Python, or if
+    `pickled`, which is right for items such as images and table records; otherwise by their attributes: pickles mostly
+    exclude open files and caches. Random states, functions, locks and `known` objects are represented by their type
+    only.
     """
 
     def __init__(
         self, *values: Any, known: Container[Any] = (), pickled: bool = False, elements: int = _ELEMENTS
     ) -> None:
-        self.crc = 0
-        self.seen: dict[int, Any] = {}
+        self.crc = 0  # the checksum
+        self.seen: dict[int, Any] = {}  # the objects read so far, by id
         self._known = known
         self._pickled = pickled
         self._elements = elements

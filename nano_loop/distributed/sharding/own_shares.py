@@ -59,18 +59,11 @@ class OwnShares:
     Objects that were equal on all ranks are `known` for all loaders of this run. They may have cached different data
     since then, which does not matter. `loader` is the number of the loader among those that were set up, starting at 1;
     0 for others.
-
-    Attributes
-    ----------
-    apart : bool
-        Whether the ranks had different data in the latest iteration.
-    steps : int
-        The number of items that each rank then takes, if all ranks know their lengths; otherwise 0.
     """
 
     def __init__(self, ranks: Ranks, known: Any, loader: int = 0) -> None:
-        self.apart = False
-        self.steps = 0
+        self.apart = False  # whether the ranks had different data in the latest iteration
+        self.steps = 0  # the items that each rank then takes, if all ranks know their lengths; otherwise 0
         self._ranks = ranks
         self._known = known
         self._loader = loader

@@ -50,22 +50,10 @@ serving = _ThreadDepth()
 class BatchSharding(LoaderChange):
     """Shards one loader's batches, or serves all of them on every rank; decided at the start of each iteration.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The ranks that share the batches.
-    models : collection of torch.nn.Module
-        The models of the run, which may change. While all of them are in eval mode, every rank gets all batches.
-    shard : bool or None
-        True: always shard; False: never; None: depends on the models' mode and on whether gradients are enabled.
-    known : WeakIdKeyDictionary, optional
-        See `OwnShares`.
-    number : int
-        The number of the loader among those that were set up, starting at 1; 0 for others.
-
-    Notes
-    -----
-    If the program has divided the data itself, each rank takes all data that it has; see `OwnShares`.
+    `models` are those of the run, and may change. While all of them are in eval mode, every rank gets all batches,
+    unless `shard` is True (always shard) or False (never); with None, it also depends on whether gradients are enabled.
+    If the program has divided the data itself, each rank takes all data that it has; see `OwnShares`, also for `known`.
+    `number` is that of the loader among those that were set up, starting at 1; 0 for others.
     """
 
     splits = False  # whether each batch is divided, rather than the sequence of batches

@@ -56,26 +56,16 @@ class _Call(ctypes.Structure):
 
 
 class Inputs(NamedTuple):
-    """The inputs of attention.
+    """The inputs of attention."""
 
-    Attributes
-    ----------
-    query, key, value : torch.Tensor
-        bfloat16, or float32 for the fp32 kernel, of shape (batch, heads, rows, columns) with contiguous columns. The
-        fp32 kernel requires that the three have equal sizes.
-    mask : torch.Tensor or None
-        bool, bfloat16 or float32, of shape (batch, heads, L, S); only float32 for the fp32 kernel.
-    kept : torch.Tensor or None
-        uint8, of the same shape: 0 where dropout has zeroed a probability.
-    dropout_p, is_causal, scale
-        As in `blocked_attention`.
-    """
-
+    #: Query, key and value: bfloat16, or float32 for the fp32 kernel, of shape (batch, heads, rows, columns) with
+    #: contiguous columns. The fp32 kernel requires that the three have equal sizes.
     query: Tensor
     key: Tensor
     value: Tensor
+    #: The dtype is bool, bfloat16 or float32, of shape (batch, heads, L, S); only float32 for the fp32 kernel.
     mask: Tensor | None = None
-    kept: Tensor | None = None
+    kept: Tensor | None = None  # uint8, of the same shape: 0 where dropout has zeroed a probability
     dropout_p: float = 0.0
     is_causal: bool = False
     scale: float = 1.0

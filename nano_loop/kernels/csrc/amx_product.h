@@ -53,12 +53,10 @@ INLINE void pack_block_of(const int wide, const int is_contiguous, const int by_
                       to + step * OF_STEP + 1024 * half);
 }
 
-INLINE void pack_block(const int by_pairs, int64_t wide, const void *from, int64_t of_depth, int64_t of_line, int64_t count,
+INLINE void pack_block(const int by_pairs, int64_t is_wide, const void *from, int64_t of_depth, int64_t of_line, int64_t count,
                        int64_t depth, int64_t steps, char *to) {
-    if (wide && of_depth == 1) pack_block_of(1, 1, by_pairs, from, of_depth, of_line, count, depth, steps, to);
-    else if (wide) pack_block_of(1, 0, by_pairs, from, of_depth, of_line, count, depth, steps, to);
-    else if (of_depth == 1) pack_block_of(0, 1, by_pairs, from, of_depth, of_line, count, depth, steps, to);
-    else pack_block_of(0, 0, by_pairs, from, of_depth, of_line, count, depth, steps, to);
+    SPECIALIZED(wide, is_wide, SPECIALIZED(is_contiguous, of_depth == 1,
+        pack_block_of(wide, is_contiguous, by_pairs, from, of_depth, of_line, count, depth, steps, to)));
 }
 
 static void pack_rows_of_a(const Call *call, const void *a, int64_t row, int64_t from, int64_t steps, char *to) {

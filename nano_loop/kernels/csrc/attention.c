@@ -14,9 +14,9 @@
 #include "avx512_bf16.h"
 
 #ifdef HAS_AVX512_BF16
+#include "exponential.h"
 #include "logarithm.h"
 #include "tiles.h"
-#include "vectors.h"
 
 #define ROWS 64 /* rows of a block; must be even */
 #define LARGE 4096.0f /* next to a value of this size, fp32 represents the logarithm of a sum to 2^-12 */
@@ -158,13 +158,13 @@ static Memory memory_of(const Call *call, char *at, int backward) {
     Memory found;
     memset(&found, 0, sizeof found);
     char *start = at;
-    int64_t keys = up_to(call->keys, TILE), pairs = (call->keys + 1) / 2;
+    int64_t keys = up_to(call->keys, TILE), pairs = divided(call->keys, 2);
     int64_t width = up_to(call->width, TILE), value_width = up_to(call->value_width, TILE);
 #define PART(NAME, TYPE, COUNT) found.NAME = (TYPE *)at, at += up_to((COUNT) * (int64_t)sizeof(TYPE), 64)
     PART(keys_transposed, uint32_t, call->width / 2 * keys);
     PART(scores, float, ROWS * keys);
     PART(probabilities, uint16_t, ROWS * keys);
-    PART(result, float, ROWS * (width > value_width ? width : value_width));
+    PART(result, float, ROWS * most(width, value_width));
     if (!backward) {
         PART(values_paired, uint32_t, pairs * value_width);
     } else {
@@ -202,7 +202,7 @@ static void forward_of_head(const Call *call, const uint16_t *query, const uint1
                             const void *mask, const uint8_t *kept, void *out, float *log_sums, char *scratch,
                             int64_t batch, int64_t key_head) {
     Memory memory = memory_of(call, scratch, 0);
-    int64_t keys = up_to(call->keys, TILE), pairs = (call->keys + 1) / 2, wide = up_to(call->value_width, TILE);
+    int64_t keys = up_to(call->keys, TILE), pairs = divided(call->keys, 2), wide = up_to(call->value_width, TILE);
     pack_transposed(key + batch * call->key[0] + key_head * call->key[1], call->key[2], call->keys, call->width,
                     memory.keys_transposed);
     pack_pairs(value + batch * call->value[0] + key_head * call->value[1], call->value[2], call->keys,
@@ -222,7 +222,7 @@ static void forward_of_head(const Call *call, const uint16_t *query, const uint1
                 log_sums[(batch * call->heads * call->group + head) * call->length + at + i] = log_sum;
                 clear(probabilities, up_to(row.columns, 16), end);
             }
-            product(call->by_tiles, rows, call->value_width, (columns + 1) / 2, memory.probabilities, 2 * keys, 4,
+            product(call->by_tiles, rows, call->value_width, divided(columns, 2), memory.probabilities, 2 * keys, 4,
                     memory.values_paired, pairs, memory.result, wide, 0);
             store(memory.result, wide, rows, call->value_width, 1.0f, by_sums, call->is_wide, out,
                   batch * call->out[0] + head * call->out[1] + at * call->out[2], call->out[2]);
@@ -234,7 +234,7 @@ static void backward_of_head(const Call *call, const uint16_t *query, const uint
                              void *of_query, void *of_key, void *of_value, char *scratch, int64_t batch,
                              int64_t key_head) {
     Memory memory = memory_of(call, scratch, 1);
-    int64_t keys = up_to(call->keys, TILE), pairs = (call->keys + 1) / 2;
+    int64_t keys = up_to(call->keys, TILE), pairs = divided(call->keys, 2);
     int64_t width = up_to(call->width, TILE), value_width = up_to(call->value_width, TILE);
     const uint16_t *of_head = key + batch * call->key[0] + key_head * call->key[1];
     pack_transposed(of_head, call->key[2], call->keys, call->width, memory.keys_transposed);
@@ -245,7 +245,7 @@ static void backward_of_head(const Call *call, const uint16_t *query, const uint
     memset(memory.of_values, 0, call->keys * value_width * sizeof(float));
     for (int64_t head = key_head * call->group; head < (key_head + 1) * call->group; head++)
         for (int64_t at = 0; at < call->length; at += ROWS) {
-            int64_t rows = least(ROWS, call->length - at), both = (rows + 1) / 2;
+            int64_t rows = least(ROWS, call->length - at), both = divided(rows, 2);
             int64_t columns = call->causal ? least(call->keys, at + rows) : call->keys, end = up_to(columns, 16);
             const uint16_t *q = query + batch * call->query[0] + head * call->query[1] + at * call->query[2];
             const uint16_t *g = of_out + batch * call->of_out[0] + head * call->of_out[1] + at * call->of_out[2];
@@ -286,7 +286,7 @@ static void backward_of_head(const Call *call, const uint16_t *query, const uint
                     both, memory.of_values, value_width, 1);
             product(call->by_tiles, columns, call->width, both, memory.gradients_paired, 4, 4 * keys, memory.queries_paired, both,
                     memory.of_keys, width, 1);
-            product(call->by_tiles, rows, call->width, (columns + 1) / 2, memory.probabilities, 2 * keys, 4, memory.keys_paired, pairs,
+            product(call->by_tiles, rows, call->width, divided(columns, 2), memory.probabilities, 2 * keys, 4, memory.keys_paired, pairs,
                     memory.result, width, 0);
             store(memory.result, width, rows, call->width, (float)call->scale, 0, call->is_wide, of_query,
                   batch * call->of_query[0] + head * call->of_query[1] + at * call->of_query[2],

@@ -88,12 +88,9 @@ int input_gradient(const Call *call, const void *gradient, const float *weight, 
     for (int64_t column = 0; column < call->columns; column++)
         reach(call, 1, column, call->out_columns, columns + column);
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
-    for (int64_t at = 0; at < call->images * call->rows; at++) {
-        if (call->bf16)
-            row_of_input(call, gradient, weight, out, at / call->rows, at % call->rows, columns, 1);
-        else
-            row_of_input(call, gradient, weight, out, at / call->rows, at % call->rows, columns, 0);
-    }
+    for (int64_t at = 0; at < call->images * call->rows; at++)
+        SPECIALIZED(bf16, call->bf16,
+                    row_of_input(call, gradient, weight, out, at / call->rows, at % call->rows, columns, bf16));
     free(columns);
     return 1;
 }
@@ -160,24 +157,23 @@ INLINE void part_of_image(const Call *call, const void *gradient, const void *x,
 /* Writes the gradient of the weight in fp32: [position, channel]. The kernel width must be 3, 5 or 7, with at least 16
    channels. Returns 0 if memory cannot be allocated. */
 int weight_gradient(const Call *call, const void *gradient, const void *x, float *out, int threads) {
-    int64_t parts = least(call->images < PARTS ? (PARTS + call->images - 1) / call->images : 1, call->out_rows);
+    int64_t parts = least(divided(PARTS, call->images), call->out_rows);
     int64_t count = call->kernel[0] * call->kernel[1] * call->channels;
     double *sums = calloc((size_t)(call->images * parts * count), sizeof *sums);
     if (!sums) return 0;
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t at = 0; at < call->images * parts; at++) {
         int64_t part = at % parts, begin = call->out_rows * part / parts, end = call->out_rows * (part + 1) / parts;
-#define PART(WIDTH_OF_KERNEL, BF16)                                                                                    \
-    part_of_image(call, gradient, x, sums + at * count, at / parts, begin, end, WIDTH_OF_KERNEL, BF16)
-#define PARTS_OF(WIDTH_OF_KERNEL) (call->bf16 ? PART(WIDTH_OF_KERNEL, 1) : PART(WIDTH_OF_KERNEL, 0))
+#define PART(WIDTH_OF_KERNEL)                                                                                          \
+    SPECIALIZED(bf16, call->bf16, part_of_image(call, gradient, x, sums + at * count, at / parts, begin, end,          \
+                                                WIDTH_OF_KERNEL, bf16))
         if (call->kernel[1] == 3)
-            PARTS_OF(3);
+            PART(3);
         else if (call->kernel[1] == 5)
-            PARTS_OF(5);
+            PART(5);
         else
-            PARTS_OF(7);
+            PART(7);
 #undef PART
-#undef PARTS_OF
     }
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t i = 0; i < count; i++) {

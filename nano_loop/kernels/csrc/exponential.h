@@ -18,7 +18,14 @@ INLINE Vector exponential_parts(Vector x, Vector *power) {
 
 /* exp(x) for x <= 0. Below -87 it is 0. NaN is preserved. */
 INLINE Vector exponential(Vector x) {
-    const Vector zero = {0};
-    Vector power, p = exponential_parts(CHOOSE(x < -87.0f, zero - 87.0f, x), &power);
-    return CHOOSE(x < -87.0f, zero, (p + 1.0f) * power);
+    const Vector zero = {0}, lowest = zero - 87.0f;
+    Vector power;
+#if defined(__AVX512F__)
+    __mmask16 is_large = _mm512_cmp_ps_mask((__m512)x, (__m512)lowest, _CMP_NLT_UQ);
+    Vector p = exponential_parts((Vector)_mm512_max_ps((__m512)lowest, (__m512)x), &power);
+    return (Vector)_mm512_maskz_mul_ps(is_large, (__m512)(p + 1.0f), (__m512)power);
+#else
+    Vector p = exponential_parts(CHOOSE(x < lowest, lowest, x), &power);
+    return CHOOSE(x < lowest, zero, (p + 1.0f) * power);
+#endif
 }

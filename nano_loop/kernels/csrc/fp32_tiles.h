@@ -1,7 +1,7 @@
 /* Sums of products of a few rows with the columns of a tile, for any CPU. Intrinsics are only used to load and store
    partial vectors. */
 #pragma once
-#include "lanes.h"
+#include "transpose.h"
 
 /* Rows whose sums are computed at a time: together with the vectors of a tile, they fill the registers. */
 #define ROWS (WIDTH == 8 ? 3 : 6)
@@ -11,10 +11,6 @@
 #define MULTIPLICATIONS (1 << 19) /* per additional thread */
 
 typedef float Unaligned __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t divided(int64_t number, int64_t by) { return (number + by - 1) / by; }
-INLINE int64_t up_to(int64_t number, int64_t multiple) { return divided(number, multiple) * multiple; }
 
 /* Loads up to `count` values of a vector. The others are 0. */
 INLINE Vector load(const float *from, int64_t count) {
@@ -47,7 +43,7 @@ INLINE void store(float *to, int64_t count, Vector numbers) {
    and `tile_step` are the strides along the depth. */
 INLINE void product_of_tile(const int rows, const int vectors, int64_t depth, const float *const *a, int64_t a_step,
                             const float *tile, int64_t tile_step, float *sums) {
-    int64_t chunks = (depth + CHUNK - 1) / CHUNK, chunk = (depth + chunks - 1) / chunks;
+    int64_t chunks = divided(depth, CHUNK), chunk = divided(depth, chunks);
     for (int64_t first = 0; first < depth; first += chunk) {
         Vector totals[ROWS][VECTORS] = {{{0}}};
         int64_t end = least(depth, first + chunk);
@@ -95,29 +91,6 @@ FUNCTIONS(IN_FP32, product_of_tile)
 
 /* The number of vectors of the tile that starts at a column. */
 INLINE int64_t vectors_at(int64_t column, int64_t columns) { return least(VECTORS, divided(columns - column, WIDTH)); }
-
-/* Transposes a square of vectors. */
-INLINE void transpose(Vector *rows) {
-#if WIDTH == 16
-    const Words firsts = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-#elif WIDTH == 8
-    const Words firsts = {0, 8, 1, 9, 2, 10, 3, 11};
-#else
-    const Words firsts = {0, 4, 1, 5};
-#endif
-    const Words lasts = firsts + WIDTH / 2;
-#pragma GCC unroll 4
-    for (int stage = 1; stage < WIDTH; stage *= 2) {
-        Vector next[WIDTH];
-#pragma GCC unroll 8
-        for (int i = 0; i < WIDTH / 2; i++) {
-            next[2 * i] = __builtin_shuffle(rows[i], rows[i + WIDTH / 2], firsts);
-            next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + WIDTH / 2], lasts);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < WIDTH; i++) rows[i] = next[i];
-    }
-}
 
 /* Packs up to a vector of columns of contiguous values: `columns` of them, of depth `depth`. */
 INLINE void pack_transposed(const float *b, int64_t b_column, int64_t columns, int64_t depth, int64_t width, float *tile) {

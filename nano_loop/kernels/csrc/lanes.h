@@ -22,6 +22,21 @@ typedef float Vector __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t divided(int64_t number, int64_t by) { return (number + by - 1) / by; }
+INLINE int64_t up_to(int64_t number, int64_t multiple) { return divided(number, multiple) * multiple; }
+
+/* Evaluates CALL, in which NAME is a constant with the value of a flag: inline functions are compiled for both values. */
+#define SPECIALIZED(NAME, FLAG, CALL)                                                                                  \
+    do {                                                                                                               \
+        if (FLAG) {                                                                                                    \
+            const int NAME = 1;                                                                                        \
+            CALL;                                                                                                      \
+        } else {                                                                                                       \
+            const int NAME = 0;                                                                                        \
+            CALL;                                                                                                      \
+        }                                                                                                              \
+    } while (0)
 
 /* Selects the bits of `yes` where a comparison is true, and of `no` elsewhere. */
 #define CHOOSE(CONDITION, YES, NO)                                                                                     \

@@ -42,6 +42,16 @@ typedef struct {
     int (*exchange)(double *elements, double *first, double *second);
 } Shape;
 
+/* Evaluates CALL, in which `bf16` is a constant. */
+#define BY_DTYPE(CALL)                                                                                                 \
+    do {                                                                                                               \
+        if (shape->bf16 == MIXED) {                                                                                    \
+            const int bf16 = MIXED;                                                                                    \
+            CALL;                                                                                                      \
+        } else                                                                                                         \
+            SPECIALIZED(bf16, shape->bf16, CALL);                                                                      \
+    } while (0)
+
 /* The sum of 16 lanes. */
 INLINE double sum_of(const Vector *parts) {
     Vector lanes[PARTS];
@@ -66,10 +76,9 @@ INLINE Vector last_lanes(int64_t count, int part) {
    that already holds for the segments. */
 static int64_t chunks_of(const Shape *shape) {
     if (!shape->nhwc || !shape->segments) return 1;
-    int64_t chunks = least(shape->rows / ROWS_OF_A_CHUNK, CHUNKS / shape->segments), most = shape->rows / LEAST_ROWS;
+    int64_t chunks = least(shape->rows / ROWS_OF_A_CHUNK, CHUNKS / shape->segments);
     if (shape->segments < CHUNKS && shape->segments % SHARED) chunks = (chunks / SHARED + 1) * SHARED;
-    chunks = least(chunks, most);
-    return chunks > 1 ? chunks : 1;
+    return most(1, least(chunks, shape->rows / LEAST_ROWS));
 }
 
 /* The first row of a chunk. */
@@ -222,20 +231,10 @@ static void sums(const Shape *shape, const void *gradient, const void *x, const 
                 int64_t begin = row_of_chunk(shape, part, chunks), rows = row_of_chunk(shape, part + 1, chunks) - begin;
                 int64_t start = segment * shape->rows + begin;
                 double *plain = first + at * channels, *products = second + at * channels;
-                if (shape->bf16 == MIXED)
-                    chunk(gradient, x, start, rows, channels, MIXED, center, plain, products);
-                else if (shape->bf16)
-                    chunk(gradient, x, start, rows, channels, 1, center, plain, products);
-                else
-                    chunk(gradient, x, start, rows, channels, 0, center, plain, products);
+                BY_DTYPE(chunk(gradient, x, start, rows, channels, bf16, center, plain, products));
             } else {
                 center = center ? center + part : 0;
-                if (shape->bf16 == MIXED)
-                    row(gradient, x, at * shape->rows, shape->rows, MIXED, center, first + at, second + at);
-                else if (shape->bf16)
-                    row(gradient, x, at * shape->rows, shape->rows, 1, center, first + at, second + at);
-                else
-                    row(gradient, x, at * shape->rows, shape->rows, 0, center, first + at, second + at);
+                BY_DTYPE(row(gradient, x, at * shape->rows, shape->rows, bf16, center, first + at, second + at));
             }
         }
         restore(state);
@@ -312,17 +311,11 @@ static void apply(const Shape *shape, const Coefficients *by, const void *gradie
         _Pragma("omp for schedule(static)")
         for (int64_t at = 0; at < shape->segments * rows; at++) {
             int64_t segment = at / rows, channel = shape->nhwc ? 0 : at % rows;
-            if (gradient) {
-                if (shape->bf16 == MIXED)
-                    apply_to_row(by, gradient, x, out, at * count, count, MIXED, segment, channel, !shape->nhwc);
-                else if (shape->bf16)
-                    apply_to_row(by, gradient, x, out, at * count, count, 1, segment, channel, !shape->nhwc);
-                else
-                    apply_to_row(by, gradient, x, out, at * count, count, 0, segment, channel, !shape->nhwc);
-            } else if (shape->bf16)
-                apply_to_row(by, 0, x, out, at * count, count, 1, segment, channel, !shape->nhwc);
+            if (gradient)
+                BY_DTYPE(apply_to_row(by, gradient, x, out, at * count, count, bf16, segment, channel, !shape->nhwc));
             else
-                apply_to_row(by, 0, x, out, at * count, count, 0, segment, channel, !shape->nhwc);
+                SPECIALIZED(bf16, shape->bf16,
+                            apply_to_row(by, 0, x, out, at * count, count, bf16, segment, channel, !shape->nhwc));
         }
         restore(state);
     }
@@ -503,18 +496,15 @@ INLINE void normalized_row(const void *x, int64_t at, int64_t width, const float
 
 /* Normalizes `rows` rows of `width` elements. Writes each row's mean and 1 / sqrt(variance + eps). Computes an RMS norm
    if `means` is NULL; likewise in the backward. */
-void layer_norm(const void *x, int64_t rows, int64_t width, int64_t bf16, const float *weight, const float *bias,
+void layer_norm(const void *x, int64_t rows, int64_t width, int64_t is_bf16, const float *weight, const float *bias,
                 double eps, void *out, float *means, float *inverses, int threads) {
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t at = 0; at < rows; at++) {
         float *mean = means ? means + at : 0;
-        if (bf16) {
-            statistics_of_row(x, at * width, width, eps, 1, mean, inverses + at);
-            normalized_row(x, at * width, width, weight, bias, mean ? *mean : 0, inverses[at], 1, out);
-        } else {
-            statistics_of_row(x, at * width, width, eps, 0, mean, inverses + at);
-            normalized_row(x, at * width, width, weight, bias, mean ? *mean : 0, inverses[at], 0, out);
-        }
+        SPECIALIZED(bf16, is_bf16, {
+            statistics_of_row(x, at * width, width, eps, bf16, mean, inverses + at);
+            normalized_row(x, at * width, width, weight, bias, mean ? *mean : 0, inverses[at], bf16, out);
+        });
     }
 }
 
@@ -565,12 +555,10 @@ INLINE void gradient_of_row(const void *gradient, const void *x, int64_t at, int
 }
 
 /* Writes the gradients of the input, the weight and the bias, each of which may be NULL. Returns like `batch_norm`. */
-int layer_norm_backward(const void *gradient, const void *x, int64_t rows, int64_t width, int64_t bf16,
+int layer_norm_backward(const void *gradient, const void *x, int64_t rows, int64_t width, int64_t is_bf16,
                         const float *weight, const float *means, const float *inverses, void *of_input,
                         float *of_weight, float *of_bias, int threads) {
-    int64_t length = (rows + CHUNKS - 1) / CHUNKS, chunks;
-    length = length > LEAST_ROWS ? length : LEAST_ROWS;
-    chunks = (rows + length - 1) / length;
+    int64_t length = most(LEAST_ROWS, divided(rows, CHUNKS)), chunks = divided(rows, length);
     int64_t count = chunks * width;
     double *first = memory_for(rows * width, count * 2, count * 2);
     if (!first) return 0;
@@ -584,12 +572,8 @@ int layer_norm_backward(const void *gradient, const void *x, int64_t rows, int64
             memset(products, 0, (size_t)width * 2 * sizeof *summed);
             for (int64_t at = start; at < least(start + LEAST_ROWS, least(rows, (part + 1) * length)); at++) {
                 const float *mean = means ? means + at : 0;
-                if (bf16)
-                    gradient_of_row(gradient, x, at * width, width, weight, mean, inverses[at], 1, of_input, products,
-                                    plain);
-                else
-                    gradient_of_row(gradient, x, at * width, width, weight, mean, inverses[at], 0, of_input, products,
-                                    plain);
+                SPECIALIZED(bf16, is_bf16, gradient_of_row(gradient, x, at * width, width, weight, mean, inverses[at], bf16,
+                                                           of_input, products, plain));
             }
             for (int64_t c = 0; c < width; c++) {
                 first[part * width + c] += products[c];

@@ -3,16 +3,10 @@
    A source has bf16 values or, if it is `wide`, fp32 values. These are rounded to nearest, ties to even. Values below
    2^-126 become 0, as the product instructions treat them. */
 #pragma once
-#include <immintrin.h>
-#include <stdint.h>
+#include "transpose.h"
 
-#define INLINE static inline __attribute__((always_inline))
 #define TILE 64 /* columns of a packed tile: four vectors */
 
-INLINE int64_t divided(int64_t number, int64_t by) { return (number + by - 1) / by; }
-INLINE int64_t up_to(int64_t number, int64_t multiple) { return divided(number, multiple) * multiple; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
 INLINE __mmask32 first_of_32(int64_t count) {
     return count >= 32 ? 0xffffffffu : count <= 0 ? 0 : (__mmask32)((1u << count) - 1);
@@ -53,35 +47,6 @@ INLINE __m512i paired(__m256i low, __m256i high) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
 
-/* Transposes 16 × 16 words in registers. */
-INLINE void transpose(__m512i *r) {
-    __m512i t[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    }
-}
-
 /* Packs an AMX tile of 16 rows or columns, `count` of which exist, for the existing part of `depth`. Each line has one
    row, or one pair along the depth. `apart` is the stride of contiguous rows, or else of the depth. */
 INLINE void pack_tile(const int wide, const int is_contiguous, const int by_pairs, const void *from, int64_t apart,
@@ -97,7 +62,7 @@ INLINE void pack_tile(const int wide, const int is_contiguous, const int by_pair
         __m256i none = _mm256_setzero_si256();
         lines[i] = paired(2 * i < depth ? sixteen(wide, first(count), low) : none, 2 * i + 1 < depth ? sixteen(wide, first(count), high) : none);
     }
-    if (is_contiguous == by_pairs) transpose(lines);
+    if (is_contiguous == by_pairs) transpose((Vector *)lines);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) _mm512_store_si512(to + 64 * i, lines[i]);
 }
@@ -112,7 +77,7 @@ INLINE void pack_group_of(const int wide, const void *from, int64_t row, int64_t
         for (int i = 0; i < 16; i++)
             r[i] = i < rows ? loaded(wide, first_of_32(width - 2 * pair), element(wide, from, i * row + 2 * pair))
                             : _mm512_setzero_si512();
-        transpose(r);
+        transpose((Vector *)r);
         int64_t count = least(16, pairs - pair);
         for (int64_t i = 0; i < count; i++) _mm512_storeu_si512(to + (pair + i) * TILE, r[i]);
     }

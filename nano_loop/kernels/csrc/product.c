@@ -265,18 +265,13 @@ static void pack_b(const Work *work, int64_t tile, int64_t tiles, int64_t from, 
     const Call *call = work->call;
     const void *b = element(call->b_is_wide != 0, work->b, from * call->b[0] + tile * TILE * call->b[1]);
     int64_t columns = least(tiles * TILE, call->columns - tile * TILE);
-    if (call->b[1] == 1) {
-        if (call->b_is_wide) pack_pairs_of(1, b, call->b[0], depth, columns, to);
-        else pack_pairs_of(0, b, call->b[0], depth, columns, to);
-    } else {
-        if (call->b_is_wide) pack_transposed_of(1, b, call->b[1], columns, depth, to);
-        else pack_transposed_of(0, b, call->b[1], columns, depth, to);
-    }
+    if (call->b[1] == 1) SPECIALIZED(wide, call->b_is_wide, pack_pairs_of(wide, b, call->b[0], depth, columns, to));
+    else SPECIALIZED(wide, call->b_is_wide, pack_transposed_of(wide, b, call->b[1], columns, depth, to));
 }
 
 /* Packs some contiguous rows of A for a part of the depth: CHUNK words for each pair. */
-INLINE void pack_a_of(const int wide, const Work *work, int64_t row, int64_t rows, int64_t from, int64_t depth,
-                      uint32_t *to) {
+INLINE void pack_a(const int wide, const Work *work, int64_t row, int64_t rows, int64_t from, int64_t depth,
+                   uint32_t *to) {
     for (int64_t k = 0; k < depth; k += 2, to += CHUNK) {
         const void *low = place_in_a(work, row, from + k), *high = k + 1 < depth ? place_in_a(work, row, from + k + 1) : 0;
         interleave_of(wide, low, high, first_of_32(rows), to);
@@ -285,11 +280,6 @@ INLINE void pack_a_of(const int wide, const Work *work, int64_t row, int64_t row
                       (uint32_t *)words);
         _mm512_storeu_si512(to + 32, words[0]);
     }
-}
-
-static void pack_a(const Work *work, int64_t row, int64_t rows, int64_t from, int64_t depth, uint32_t *to) {
-    if (work->call->a_is_wide) pack_a_of(1, work, row, rows, from, depth, to);
-    else pack_a_of(0, work, row, rows, from, depth, to);
 }
 
 /* Rounds fp32 rows of A for a part of the depth. */
@@ -359,7 +349,7 @@ static void compute_packed(const Work *work, int64_t row, int64_t rows, const ui
     for (int64_t block = 0; block < plan->blocks; block++) {
         int64_t from = 2 * block * plan->pairs_of_block, depth = least(work->call->depth - from, 2 * plan->pairs_of_block);
         int64_t pairs = divided(depth, 2), next = row + rows;
-        pack_a(work, row, rows, from, depth, packed);
+        SPECIALIZED(wide, work->call->a_is_wide, pack_a(wide, work, row, rows, from, depth, packed));
         Ahead of_a = ahead_of(work->a, 0, 0, 0, 1, 0), of_b = of_a;
         if (next < work->call->rows)
             of_a = ahead_of(place_in_a(work, next, from), 1, 64, (work->call->a_is_wide ? 4 : 2) * work->call->a[1], depth,

@@ -22,6 +22,7 @@
 #define STEP_TO_SHARE (1 << 18) /* multiplications per step that take far longer than synchronizing */
 #if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__)
 #define HAS_BF16
+#include "bf16_products.h"
 #endif
 
 /* ------------------------------------------------------------------------------------------------- vectors */
@@ -91,34 +92,10 @@ INLINE Vector slope_of_tangent(Vector x) { return 1.0f - x * x; }
 /* ------------------------------------------------------------------------------------------------ products */
 
 #ifdef HAS_BF16
-/* The same for rows of pairs of bf16 values, which are summed together, with a tile of such pairs. */
+/* `product_of_tile` for rows of pairs of bf16 values, with a tile of such pairs. */
 INLINE void product_of_rounded_tile(const int rows, const int vectors, int64_t pairs, const float *const *a,
                                     int64_t a_step, const float *tile, int64_t tile_step, float *sums) {
-    __m512 totals[ROWS][VECTORS];
-    const char *row[ROWS];
-#pragma GCC unroll 6
-    for (int i = 0; i < rows; i++) {
-        row[i] = (const char *)a[i];
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) totals[i][j] = _mm512_setzero_ps();
-    }
-    for (int64_t k = 0; k < pairs; k++) {
-        __m512bh columns[VECTORS];
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) columns[j] = (__m512bh)_mm512_loadu_ps(tile + k * tile_step + j * WIDTH);
-#pragma GCC unroll 6
-        for (int i = 0; i < rows; i++) {
-            int pair;
-            memcpy(&pair, row[i] + 4 * k * a_step, sizeof pair);
-            __m512bh of_row = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++) totals[i][j] = _mm512_dpbf16_ps(totals[i][j], of_row, columns[j]);
-        }
-    }
-#pragma GCC unroll 6
-    for (int i = 0; i < rows; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) _mm512_storeu_ps(sums + i * TILE + j * WIDTH, totals[i][j]);
+    product_of_pairs(rows, vectors, pairs, (const char *const *)a, 4 * a_step, tile, tile_step, sums, TILE, 0);
 }
 FUNCTIONS(IN_BF16, product_of_rounded_tile)
 

@@ -1,59 +1,30 @@
 /* Products of small bf16 matrices in the cache, with fp32 results, by the bf16 instructions of AVX-512 or by AMX. */
 #pragma once
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
-
 #include "amx.h"
+#include "bf16_products.h"
 #include "packing.h"
 
-/* C (mr × 16·nv, fp32) = or += A B. `a` has pairs of bf16 values with these strides of rows and pairs in bytes; `b` has
-   a row of TILE such pairs for each pair along the depth. */
-INLINE void product_of_tile(const int mr, const int nv, int64_t pairs, const char *a, int64_t a_row, int64_t a_pair,
-                            const uint32_t *b, float *c, int64_t c_row, int added) {
-    __m512 sums[6][4];
-#pragma GCC unroll 6
-    for (int i = 0; i < mr; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) sums[i][j] = added ? _mm512_loadu_ps(c + i * c_row + 16 * j) : _mm512_setzero_ps();
-    for (int64_t k = 0; k < pairs; k++) {
-        __m512bh columns[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) columns[j] = (__m512bh)_mm512_loadu_si512(b + k * TILE + 16 * j);
-#pragma GCC unroll 6
-        for (int i = 0; i < mr; i++) {
-            int pair;
-            memcpy(&pair, a + i * a_row + k * a_pair, sizeof pair);
-            __m512bh of_row = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 4
-            for (int j = 0; j < nv; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], of_row, columns[j]);
-        }
-    }
-#pragma GCC unroll 6
-    for (int i = 0; i < mr; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) _mm512_storeu_ps(c + i * c_row + 16 * j, sums[i][j]);
-}
-
-#define OF_ROWS(NV)                                                                                                    \
+/* C (rows × 16·NV, fp32) = or += A B. `a` has pairs of bf16 values with these strides of rows and pairs in bytes; `b`
+   has a row of TILE such pairs for each pair along the depth. */
+#define OF_VECTORS(NV)                                                                                                 \
     static void product_##NV(int64_t rows, int64_t pairs, const char *a, int64_t a_row, int64_t a_pair,                \
                              const uint32_t *b, float *c, int64_t c_row, int added) {                                  \
-        int64_t i = 0;                                                                                                 \
-        for (; i + 6 <= rows; i += 6)                                                                                  \
-            product_of_tile(6, NV, pairs, a + i * a_row, a_row, a_pair, b, c + i * c_row, c_row, added);               \
-        a += i * a_row, c += i * c_row;                                                                                \
-        switch (rows - i) {                                                                                            \
-            case 1: product_of_tile(1, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
-            case 2: product_of_tile(2, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
-            case 3: product_of_tile(3, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
-            case 4: product_of_tile(4, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
-            case 5: product_of_tile(5, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
+        for (; rows > 0; rows -= 6, a += 6 * a_row, c += 6 * c_row) {                                                  \
+            const char *of_rows[6] = {a, a + a_row, a + 2 * a_row, a + 3 * a_row, a + 4 * a_row, a + 5 * a_row};       \
+            switch (rows) {                                                                                            \
+                case 1: product_of_pairs(1, NV, pairs, of_rows, a_pair, b, TILE, c, c_row, added); break;              \
+                case 2: product_of_pairs(2, NV, pairs, of_rows, a_pair, b, TILE, c, c_row, added); break;              \
+                case 3: product_of_pairs(3, NV, pairs, of_rows, a_pair, b, TILE, c, c_row, added); break;              \
+                case 4: product_of_pairs(4, NV, pairs, of_rows, a_pair, b, TILE, c, c_row, added); break;              \
+                case 5: product_of_pairs(5, NV, pairs, of_rows, a_pair, b, TILE, c, c_row, added); break;              \
+                default: product_of_pairs(6, NV, pairs, of_rows, a_pair, b, TILE, c, c_row, added);                    \
+            }                                                                                                          \
         }                                                                                                              \
     }
-OF_ROWS(1)
-OF_ROWS(2)
-OF_ROWS(3)
-OF_ROWS(4)
+OF_VECTORS(1)
+OF_VECTORS(2)
+OF_VECTORS(3)
+OF_VECTORS(4)
 
 #ifdef HAS_AMX
 #define MOST_TURNED 32 /* maximum number of pairs of a factor with contiguous rows */
@@ -102,7 +73,7 @@ static void product_by_tiles(int64_t rows, int64_t columns, int64_t pairs, const
 #pragma GCC unroll 16
                 for (int k = 0; k < 16; k++)
                     r[k] = pair + k < pairs ? _mm512_loadu_si512(a + (pair + k) * a_pair) : _mm512_setzero_si512();
-                transpose(r);
+                transpose((Vector *)r);
 #pragma GCC unroll 16
                 for (int k = 0; k < 16; k++) _mm512_store_si512(turned + 16 * (pair + k), r[k]);
             }
@@ -126,7 +97,7 @@ static void product(int64_t by_tiles, int64_t rows, int64_t columns, int64_t pai
     }
 #endif
     for (int64_t at = 0; at < columns; at += TILE, b += b_pairs * TILE, c += TILE) {
-        switch ((least(columns - at, TILE) + 15) / 16) {
+        switch (divided(least(columns - at, TILE), 16)) {
             case 1: product_1(rows, pairs, a, a_row, a_pair, b, c, c_row, added); break;
             case 2: product_2(rows, pairs, a, a_row, a_pair, b, c, c_row, added); break;
             case 3: product_3(rows, pairs, a, a_row, a_pair, b, c, c_row, added); break;

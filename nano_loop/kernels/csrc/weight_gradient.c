@@ -127,8 +127,8 @@ int64_t weight_gradient_bytes(const Call *call, int threads) {
 
 /* Packs input rows from `row` on for some pairs of images: channel tile, pair, row phase, column phase, row, column, 32
    words. */
-INLINE void pack_inputs_of(const int wide, const Call *call, const Plan *plan, const void *from, int64_t pair, int64_t pairs,
-                           int64_t row, uint32_t *to) {
+INLINE void pack_inputs(const int wide, const Call *call, const Plan *plan, const void *from, int64_t pair, int64_t pairs,
+                        int64_t row, uint32_t *to) {
     int64_t of_phase = plan->phase_rows * plan->phase_columns, of_tile = plan->pairs_of_block * plan->packed * CHANNELS;
     for (int64_t p = 0; p < pairs; p++)
         for (int64_t line = 0; line < plan->phases[0] * plan->phase_rows; line++) {
@@ -157,15 +157,9 @@ INLINE void pack_inputs_of(const int wide, const Call *call, const Plan *plan, c
         }
 }
 
-static void pack_inputs(const Call *call, const Plan *plan, const void *from, int64_t pair, int64_t pairs, int64_t row,
-                        uint32_t *to) {
-    if (call->input_is_wide) pack_inputs_of(1, call, plan, from, pair, pairs, row, to);
-    else pack_inputs_of(0, call, plan, from, pair, pairs, row, to);
-}
-
 /* Packs rows of the gradient for some outputs: pair, row, column, words. */
-INLINE void pack_gradients_of(const int wide, const Call *call, const Plan *plan, const void *from, int64_t pair,
-                              int64_t pairs, int64_t row, int64_t rows, int64_t output, uint32_t *to) {
+INLINE void pack_gradients(const int wide, const Call *call, const Plan *plan, const void *from, int64_t pair,
+                           int64_t pairs, int64_t row, int64_t rows, int64_t output, uint32_t *to) {
     int64_t outputs = least(plan->tiles_of_part * OUTPUTS, call->outputs - output);
     for (int64_t p = pair; p < pair + pairs; p++)
         for (int64_t y = row; y < row + rows; y++)
@@ -179,8 +173,8 @@ INLINE void pack_gradients_of(const int wide, const Call *call, const Plan *plan
 }
 
 /* The same for AMX: 16 outputs, pair, step, output, 16 words, with zeros where windows wrap around row ends. */
-INLINE void pack_for_tiles_of(const int wide, const Call *call, const Plan *plan, const void *from, int64_t pair,
-                              int64_t pairs, int64_t row, int64_t rows, int64_t output, uint32_t *to) {
+INLINE void pack_for_tiles(const int wide, const Call *call, const Plan *plan, const void *from, int64_t pair,
+                           int64_t pairs, int64_t row, int64_t rows, int64_t output, uint32_t *to) {
     int64_t steps = steps_of(plan, call, rows), end = least(call->outputs, output + plan->tiles_of_part * AMX_OUTPUTS);
     for (int64_t p = pair; p < pair + pairs; p++) {
         int64_t x = 0, y = row;
@@ -203,7 +197,7 @@ INLINE void pack_for_tiles_of(const int wide, const Call *call, const Plan *plan
                         words[i] = paired(sixteen(wide, here, element(wide, low[i], o)),
                                           high[i] ? sixteen(wide, here, element(wide, high[i], o)) : _mm256_setzero_si256());
                 }
-                transpose(words);
+                transpose((Vector *)words);
 #pragma GCC unroll 16
                 for (int i = 0; i < STEP; i++) _mm512_store_si512(at + 16 * i, words[i]);
             }
@@ -212,14 +206,6 @@ INLINE void pack_for_tiles_of(const int wide, const Call *call, const Plan *plan
     /* The second half of the last tile of 32. */
     if (divided(end - output, 16) % 2)
         memset(to + divided(end - output, 16) * pairs * steps * OF_STEP, 0, (size_t)(4 * pairs * steps * OF_STEP));
-}
-
-static void pack_gradients(const Call *call, const Plan *plan, const void *from, int64_t pair, int64_t pairs, int64_t row,
-                           int64_t rows, int64_t output, uint32_t *to) {
-    if (call->by_tiles && call->gradient_is_wide) pack_for_tiles_of(1, call, plan, from, pair, pairs, row, rows, output, to);
-    else if (call->by_tiles) pack_for_tiles_of(0, call, plan, from, pair, pairs, row, rows, output, to);
-    else if (call->gradient_is_wide) pack_gradients_of(1, call, plan, from, pair, pairs, row, rows, output, to);
-    else pack_gradients_of(0, call, plan, from, pair, pairs, row, rows, output, to);
 }
 
 /* ------------------------------------------------------------------------------------------------ products */
@@ -342,8 +328,13 @@ static void add_block(const Call *call, const Plan *plan, const void *inputs, co
     int64_t pairs = least(plan->pairs_of_block, plan->pairs - pair);
     int64_t rows = least(plan->rows_of_block, call->out_rows - row);
     int64_t tiles = least(plan->tiles_of_part, divided(call->outputs - output, plan->outputs));
-    pack_inputs(call, plan, inputs, pair, pairs, row * call->stride[0] - call->padding[0], memory->inputs);
-    pack_gradients(call, plan, gradient, pair, pairs, row, rows, output, memory->gradients);
+    int64_t in_row = row * call->stride[0] - call->padding[0];
+    SPECIALIZED(wide, call->input_is_wide,
+                pack_inputs(wide, call, plan, inputs, pair, pairs, in_row, memory->inputs));
+    SPECIALIZED(wide, call->gradient_is_wide, {
+        if (call->by_tiles) pack_for_tiles(wide, call, plan, gradient, pair, pairs, row, rows, output, memory->gradients);
+        else pack_gradients(wide, call, plan, gradient, pair, pairs, row, rows, output, memory->gradients);
+    });
     int64_t of_pair = plan->packed * CHANNELS, of_tile = plan->outputs * CHANNELS;
     Window window = {pairs, rows, call->out_columns, of_pair, plan->phase_columns * CHANNELS};
     int64_t steps = plan->positions * plan->channel_tiles * tiles * pairs * rows * call->out_columns;

@@ -50,45 +50,21 @@ _PLACES = frozenset(("grad_fn", "retain_grad", "register_hook"))
 
 
 class LazyLogits(Tensor):
-    """Logits of a head, or functions of each row of them, that have not been computed.
-
-    Attributes
-    ----------
-    head : Head
-        Computes the logits.
-    rows : torch.Tensor
-        The rows of the head's input, in the shape of this tensor without its vocabulary.
-    vocabulary : int
-        The dimension of the vocabulary.
-    before : callable or None
-        Function that is applied to each row of logits.
-    parents : tuple of LazyLogits
-        The tensors to which `operation` was applied.
-    sources : tuple of torch.Tensor or None
-        The head's input, weight and bias with their graph. Empty without a gradient.
-    is_placed : bool
-        Whether its node of the graph has been used.
-    is_watched : bool
-        Whether the program has accessed its node of the graph.
-    memory : Memory or None
-        Holds the values once computed. None for a view.
-    tensor : torch.Tensor or None
-        The real tensor, once it is needed. `tensor_node` is then the node of the graph from which it was made.
-    """
+    """Logits of a head, or functions of each row of them, that have not been computed."""
 
     functions: ClassVar[Mapping[str, Callable[..., Any]]] = {}
-    head: Head
-    rows: Tensor
-    vocabulary: int
-    before: Elementwise | None
-    parents: tuple[LazyLogits, ...]
+    head: Head  # computes the logits
+    rows: Tensor  # the rows of the head's input, in the shape of this tensor without its vocabulary
+    vocabulary: int  # the dimension of the vocabulary
+    before: Elementwise | None  # a function that is applied to each row of logits
+    parents: tuple[LazyLogits, ...]  # the tensors to which `operation` was applied
     operation: Callable[..., Tensor] | None
-    sources: tuple[Tensor | None, ...]
-    is_placed: bool
-    is_watched: bool
-    memory: Memory | None
-    tensor: Tensor | None
-    tensor_node: object
+    sources: tuple[Tensor | None, ...]  # the head's input, weight and bias with their graph; empty without a gradient
+    is_placed: bool  # whether its node of the graph has been used
+    is_watched: bool  # whether the program has accessed its node of the graph
+    memory: Memory | None  # holds the values once computed; None for a view
+    tensor: Tensor | None  # the real tensor, once it is needed
+    tensor_node: object  # the node of the graph from which it was made
 
     # --- the real tensor ---
 

@@ -103,24 +103,12 @@ class _RecurrentLayer(torch.autograd.Function):
 
 
 class _Kept(NamedTuple):
-    """Data for the backward in addition to the arguments: memory of the C function, one row per step and sequence.
+    """Data for the backward in addition to the arguments: memory of the C function, one row per step and sequence."""
 
-    Attributes
-    ----------
-    gates : torch.Tensor or None
-        The gates of a GRU or an LSTM.
-    inner : torch.Tensor or None
-        The cells of an LSTM; for a GRU, the values that the reset gate multiplies.
-    states : torch.Tensor
-        The initial states and the outputs, adjacent and in order of computation.
-    outputs : torch.Tensor or None
-        The outputs in fp32 if `states` is not.
-    """
-
-    gates: Tensor | None
-    inner: Tensor | None
-    states: Tensor
-    outputs: Tensor | None
+    gates: Tensor | None  # of a GRU or an LSTM
+    inner: Tensor | None  # the cells of an LSTM; for a GRU, the values that the reset gate multiplies
+    states: Tensor  # the initial states and the outputs, adjacent and in order of computation
+    outputs: Tensor | None  # in fp32 if `states` is not
 
     def before(self, layer: Recurrence, rows: int) -> Tensor:
         """Return the states before each time step for sequences of equal length."""

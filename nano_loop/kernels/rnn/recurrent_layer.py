@@ -18,31 +18,16 @@ GATES = (1, 1, 4, 3)
 
 
 class Recurrence(NamedTuple):
-    """The properties of a layer other than its tensors.
+    """The properties of a layer other than its tensors."""
 
-    Attributes
-    ----------
-    mode : int
-        `RELU`, `TANH`, `LSTM` or `GRU`.
-    offsets : torch.Tensor
-        The first row of each time step in the tensors of all steps, followed by the number of rows. The number of
-        sequences per step never increases.
-    is_packed : bool
-        Whether the number of sequences may decrease between time steps.
-    is_reversed : bool
-        Whether time steps are computed in reverse order.
-    in_bf16 : bool
-        Whether products round their factors to bf16 if the CPU has instructions for it.
-    dtypes : tuple of torch.dtype
-        The dtypes of the outputs and of the cells.
-    """
-
-    mode: int
+    mode: int  # `RELU`, `TANH`, `LSTM` or `GRU`
+    #: The first row of each time step in the tensors of all steps, followed by the number of rows. The number of
+    #: sequences per step never increases.
     offsets: Tensor
-    is_packed: bool
-    is_reversed: bool
-    in_bf16: bool
-    dtypes: tuple[torch.dtype, torch.dtype]
+    is_packed: bool  # whether the number of sequences may decrease between time steps
+    is_reversed: bool  # whether time steps are computed in reverse order
+    in_bf16: bool  # whether products round their factors to bf16 if the CPU has instructions for it
+    dtypes: tuple[torch.dtype, torch.dtype]  # of the outputs and of the cells
 
     @property
     def rounds(self) -> bool:
@@ -63,29 +48,15 @@ class Recurrence(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The tensors of a layer, all in bfloat16 or all in float32.
+    """The tensors of a layer, all in bfloat16 or all in float32."""
 
-    Attributes
-    ----------
-    inputs : torch.Tensor
-        Of shape (rows, input size), with one row per time step and sequence.
-    input_weight, hidden_weight : torch.Tensor
-        The weights, of shapes (gates · hidden, input size) and (gates · hidden, hidden).
-    input_bias, hidden_bias : torch.Tensor or None
-        Of shape (gates · hidden,).
-    state : torch.Tensor
-        The initial hidden state, of shape (batch, hidden).
-    cells : torch.Tensor or None
-        The initial cells of an LSTM, of shape (batch, hidden).
-    """
-
-    inputs: Tensor
-    input_weight: Tensor
-    hidden_weight: Tensor
-    input_bias: Tensor | None
-    hidden_bias: Tensor | None
-    state: Tensor
-    cells: Tensor | None
+    inputs: Tensor  # (rows, input size), with one row per time step and sequence
+    input_weight: Tensor  # (gates · hidden, input size)
+    hidden_weight: Tensor  # (gates · hidden, hidden)
+    input_bias: Tensor | None  # (gates · hidden,)
+    hidden_bias: Tensor | None  # (gates · hidden,)
+    state: Tensor  # the initial hidden state: (batch, hidden)
+    cells: Tensor | None  # the initial cells of an LSTM: (batch, hidden)
 
 
 def by_operators(layer: Recurrence, tensors: Arguments) -> tuple[Tensor, ...]:

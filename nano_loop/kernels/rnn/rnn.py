@@ -48,37 +48,22 @@ _COMPOSED = ("linear", "sigmoid", "sigmoid_", "tanh", "tanh_", "relu")
 
 @dataclass(frozen=True)
 class _Arguments:
-    """The arguments of one of torch's recurrent operators.
+    """The arguments of one of torch's recurrent operators."""
 
-    Attributes
-    ----------
-    mode : int
-        The `mode` of `Recurrence`.
-    inputs : torch.Tensor
-        Of shape (steps, batch, input size), or (batch, steps, input size) if `batch_first`, or (rows, input size) if
-        packed.
-    batch_sizes : torch.Tensor or None
-        The number of sequences in each time step of packed inputs.
-    states : tuple of torch.Tensor
-        The initial hidden states, and the initial cells of an LSTM.
-    weights : tuple of torch.Tensor
-        The weights of all directions of all layers.
-    is_trained : bool
-        Whether a backward will follow.
-    """
-
-    mode: int
+    mode: int  # that of `Recurrence`
+    #: Of shape (steps, batch, input size), or (batch, steps, input size) if `batch_first`, or (rows, input size) if
+    #: packed.
     inputs: Tensor
-    batch_sizes: Tensor | None
-    states: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...]
+    batch_sizes: Tensor | None  # the number of sequences in each time step of packed inputs
+    states: tuple[Tensor, ...]  # the initial hidden states, and the initial cells of an LSTM
+    weights: tuple[Tensor, ...]  # of all directions of all layers
     has_biases: bool
     num_layers: int
     dropout: float
     train: bool
     bidirectional: bool
     batch_first: bool = False
-    is_trained: bool = False
+    is_trained: bool = False  # whether a backward will follow
 
     @functools.cached_property
     def layer(self) -> Recurrence | None:

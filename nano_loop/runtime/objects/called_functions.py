@@ -9,7 +9,7 @@ import copy
 import functools
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from nano_loop.patching.attributes import defined_in
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.walk import CONTAINERS, code_in, items_of, length_of, walk
 
 _MOST = 1000  # maximum number of functions of a class and those that they call
@@ -29,7 +30,8 @@ def names_called(model: nn.Module) -> frozenset[str]:
     This covers the methods of their classes, except torch's own, and functions of the same package that these name. It
     does not run the program's code: a module may import a package on attribute access.
     """
-    return frozenset().union(*map(_names_in, _classes_in(model)))
+    named = functools.cache(_named)  # for this call only: classes of a library call the same functions
+    return frozenset().union(*(_names_in(kind, named) for kind in _classes_in(model)))
 
 
 @contextmanager
@@ -38,7 +40,7 @@ def variables_kept(model: nn.Module) -> Iterator[None]:
 
     Calls of a copy of the model change them, too.
     """
-    own = (function for kind in _classes_in(model) for function in _functions_of(kind)[0])
+    own = (function for kind in _classes_in(model) for function in _functions_of(kind, _named)[0])
     functions = {function for function in own if type(function) is FunctionType}
     with ExitStack() as stack:
         values = []
@@ -77,15 +79,23 @@ def _modules_in(value: Any) -> Iterator[Any]:
         yield from (item for item in items_of(value) if isinstance(item, (nn.Module, *CONTAINERS)))
 
 
-@functools.lru_cache(maxsize=1000)
-def _names_in(kind: type) -> frozenset[str]:
-    own, others = _functions_of(kind)
-    names = (_named(function)[0] for function in own)
-    return frozenset(function.__name__ for function in others).union(*names)
+#: The names in a function's code, and the functions that these refer to.
+_Named = Callable[[Any], tuple[frozenset[str], tuple[Any, ...]]]
+#: The names by class. A class that is made for a model, as by a parametrization, may hold the model in a closure of its
+#: functions. So neither is kept.
+_names: Any = WeakIdKeyDictionary()  # its `get` is untyped
 
 
-@functools.lru_cache(maxsize=1000)
-def _functions_of(kind: type) -> tuple[list[Any], list[Any]]:
+def _names_in(kind: type, named: _Named) -> frozenset[str]:
+    names: frozenset[str] | None = _names.get(kind)
+    if names is None:
+        own, others = _functions_of(kind, named)
+        names = frozenset(function.__name__ for function in others).union(*(named(function)[0] for function in own))
+        _names[kind] = names
+    return names
+
+
+def _functions_of(kind: type, named: _Named) -> tuple[list[Any], list[Any]]:
     """Return the functions of a class's package that its methods may call, with the methods, and those of others."""
     bases = [base for base in kind.__mro__ if _package(base) != "torch"]
     packages = {_package(base) for base in bases}
@@ -93,15 +103,14 @@ def _functions_of(kind: type) -> tuple[list[Any], list[Any]]:
         inspect.unwrap(value) for base in bases for value in defined_in(base).values() if inspect.isfunction(value)
     ]
 
-    def named(function: Any) -> Iterable[Any]:
-        return _named(function)[1] if type(function) is FunctionType and _package(function) in packages else ()
+    def called(function: Any) -> Iterable[Any]:
+        return named(function)[1] if type(function) is FunctionType and _package(function) in packages else ()
 
-    reached = [*walk(methods, named, most=_MOST)]
+    reached = [*walk(methods, called, most=_MOST)]
     own = [function for function in reached if _package(function) in packages]
     return own, [function for function in reached if _package(function) not in packages]
 
 
-@functools.lru_cache(maxsize=10_000)  # classes of a library call the same functions
 def _named(function: Any) -> tuple[frozenset[str], tuple[Any, ...]]:
     """Return the names in the code of a function, and the functions that these refer to, also through modules."""
     if type(function) is not FunctionType:

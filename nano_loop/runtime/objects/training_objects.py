@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,13 @@ def _as_list(value: Any) -> list[Any]:
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class. For a scripted module, return the name of the original class."""
     return str(module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__)
+
+
+def class_names(modules: Iterable[nn.Module]) -> set[str]:
+    """Return the names of the modules' classes and of their base classes: a program may name its layers anything."""
+    modules = list(modules)
+    bases = {base.__name__ for kind in {*map(type, modules)} for base in kind.__mro__}
+    return bases.union(map(class_name, modules))
 
 
 def has_modules(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from distributed.split_batches.loops import needs_kernels
 from nano_loop.distributed.comm.ranks import RunContext
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
-from nano_loop.distributed.data_parallel.combining_operators import combinations_noted
+from nano_loop.distributed.data_parallel.combining_operators import _ADDING, _NODES, calls_noted
 from nano_loop.distributed.data_parallel.sample_weights import SampleWeights
 
 pytestmark = needs_kernels
@@ -25,7 +25,7 @@ def noted(compute, share=SHARE, rows=SAMPLES, was_compared=True):
     context.split.share = share
     weights = SampleWeights()
     weights.was_compared = was_compared
-    with combinations_noted(context, weights):
+    with calls_noted(context, weights.note_call):
         compute(torch.rand(rows, 5, 3))
     return [*weights._lines]
 
@@ -46,7 +46,12 @@ COMBINING = {
     "take_along_dim": lambda x: x.take_along_dim(ORDER[:, None, None], 0),
     "sort": lambda x: x.sort(dim=0),
     "ranks": lambda x: x[:, 0, 0].argsort(),
+    "best samples": lambda x: x.topk(2, 0),
+    "rank": lambda x: x[:, 0, 0].kthvalue(2),
+    "median of samples": lambda x: x.median(0),
+    "most frequent": lambda x: ORDER.mode(),
     "cumsum": lambda x: x.cumsum(0),
+    "cumprod": lambda x: x.cumprod(-3),
     "deviation": lambda x: x.std(0),
     "variance of all": lambda x: x.var(),
     "quantile": lambda x: x[:, 0, 0].quantile(0.3),
@@ -74,6 +79,7 @@ WITHIN = {
     "words": lambda x: TABLE[ORDER.expand(7, SAMPLES)],
     "gather": lambda x: x.gather(1, ORDER[:, None, None].clamp(max=2)),
     "sort": lambda x: x.sort(dim=1),
+    "best classes": lambda x: x.topk(2),
     "cumsum": lambda x: x.cumsum(-1),
     "deviation": lambda x: x.std((1, 2)),
     "mean": lambda x: x.mean(0),
@@ -86,6 +92,20 @@ WITHIN = {
 @pytest.mark.parametrize("name", WITHIN)
 def test_calls_within_rows_combine_none(name):
     assert noted(WITHIN[name]) == []
+
+
+def test_nodes_have_the_names_of_operators():
+    names = {name.rstrip("0123456789") for name in dir(torch._C._functions)}
+    assert sorted(_NODES - names) == ["BincountBackward"]  # has no gradient
+    assert names >= _ADDING
+
+
+def test_call_under_a_mode_of_the_program_is_noted():
+    def flipped(x):
+        with torch.device("cpu"):
+            x.flip(0)
+
+    assert any("flip in test_combining_operators.py:" in line for line in noted(flipped))
 
 
 def test_library_that_sorts_samples_is_not_noted():
@@ -102,6 +122,26 @@ def test_calls_outside_of_the_loops_forward_are_not_noted():
     assert noted(COMBINING["flip"], share=None) == []
     assert noted(COMBINING["flip"], share=Share(0, 1, 1, 2)) == []  # all ranks compute the whole batch
     assert noted(COMBINING["flip"], rows=SAMPLES + 1) == []
+
+
+class Median(torch.optim.Optimizer):
+    """Combines the rows of a gradient, of which there may be as many as samples."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self._update(torch.ones(SAMPLES, 3))
+
+    def _update(self, gradient):
+        gradient.median(0)
+
+
+def test_calls_of_an_optimizer_are_not_noted_and_those_of_its_closure_are():
+    optimizer = Median([nn.Parameter(torch.ones(3))], {})
+    assert noted(lambda x: optimizer.step()) == []
+    assert len(noted(lambda x: optimizer.step(lambda: x.flip(0)))) == 1
 
 
 def test_all_lines_are_noted_until_gradients_are_compared():

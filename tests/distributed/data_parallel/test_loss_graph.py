@@ -5,13 +5,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
-from nano_loop.distributed.data_parallel.loss_graph import (
-    adds_samples,
-    before_layers,
-    combines,
-    reductions,
-    split_by_depth,
-)
+from nano_loop.distributed.data_parallel.combining_operators import adds_samples, combines
+from nano_loop.distributed.data_parallel.loss_graph import before_layers, reductions, split_by_depth
 
 
 def names_of(model, *losses):

@@ -125,6 +125,9 @@ COMBINED = {
     "norm": lambda e: e.norm(),
     "probabilities of samples": lambda e: (e.softmax(0) * torch.arange(6.0)).sum(),
     "turned around": lambda e: (e * e.flip(0)).mean(),
+    "distances of pairs": lambda e: F.pdist(rows(e)).mean(),
+    "distances": lambda e: torch.cdist(rows(e), rows(e)).mean(),
+    "range": lambda e: e.aminmax()[1],
 }
 
 
@@ -146,6 +149,7 @@ WITHIN_ROWS = {
     "clipped": lambda e: torch.maximum(e, torch.tensor(0.3)).mean(),
     "selected": lambda e: e[torch.ones(len(e), dtype=torch.bool)].mean(),
     "selected columns": lambda e: rows(e)[rows(e) > -1].mean(),
+    "chosen class of words": lambda e: rows(e.repeat(2)).gather(1, torch.zeros(12, 1, dtype=torch.long)).mean(),
 }
 
 
@@ -165,14 +169,14 @@ def test_operators_of_compared_losses_are_none_of_them():
 def test_lines_that_combine_samples_later_are_named():
     weights = SampleWeights()
     equal = of_ranks(EQUAL["mean"], (6, 6), weights)
-    weights.note_operator("flip in a.py:1")
+    weights._lines.add("flip in a.py:1")
     assert warned(weights, equal, is_compared=True) == []
-    weights.note_operator("flip in a.py:1")
+    weights._lines.add("flip in a.py:1")
     assert warned(weights, equal) == []
-    weights.note_operator("roll in a.py:4")
+    weights._lines.add("roll in a.py:4")
     (message,) = warned(weights, equal)
     assert "combines samples since the first step, by roll in a.py:4" in message
-    weights.note_operator("roll in a.py:5")
+    weights._lines.add("roll in a.py:5")
     assert warned(weights, equal) == []  # once
 
 

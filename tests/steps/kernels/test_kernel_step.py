@@ -15,9 +15,15 @@ from nano_loop.steps.step import ABSENT, SMALL
 from nano_loop.steps.tune_operators import TuneOperators
 from steps.kernels.cases import BY_NAME
 
+
+def renamed(kind):
+    """Return a subclass with a name that says nothing, as programs define for their own layers."""
+    return type("Layer", (kind,), {})
+
+
 CALLING = {
-    BY_NAME["fast_activation"]: [nn.Tanh(), nn.GELU("tanh")],
-    BY_NAME["fast_attention"]: [nn.MultiheadAttention(4, 2)],
+    BY_NAME["fast_activation"]: [nn.Tanh(), nn.GELU("tanh"), renamed(nn.Tanh)()],
+    BY_NAME["fast_attention"]: [nn.MultiheadAttention(4, 2), renamed(nn.MultiheadAttention)(4, 2)],
     BY_NAME["fast_convolution"]: [
         nn.Conv1d(2, 2, 1),
         nn.Conv3d(2, 2, 1),
@@ -28,6 +34,7 @@ CALLING = {
     BY_NAME["fast_dropout"]: [
         *(nn.Dropout(0.1), nn.AlphaDropout(), nn.LSTM(2, 2, 2, dropout=0.1), nn.MultiheadAttention(4, 2, dropout=0.1)),
         nn.TransformerEncoderLayer(4, 2),
+        renamed(nn.Dropout)(0.1),
         type("DropPath", (nn.Module,), {})(),
         type("Net", (nn.Module,), {"forward": lambda self, x: F.dropout(x, 0.1, self.training)})(),
         type("Net", (nn.Module,), {"forward": lambda self, x: x * torch.empty_like(x).bernoulli_(0.5)})(),
