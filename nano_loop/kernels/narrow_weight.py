@@ -35,7 +35,7 @@ _PARTS = 64  # parts of a weight, compared one at a time
 #: Methods that are not operators and read the address, those that copy, and attributes of our objects only.
 _ADDRESS = frozenset(
     (
-        *("data_ptr", "numpy", "__array__", "__dlpack__", "tolist", "apply_", "map_", "map2_", "set_", "resize_"),
+        *("data_ptr", "numpy", "__array__", "__dlpack__", "tolist", "apply_", "map_", "map2_", "resize_"),
         *("untyped_storage", "storage", "share_memory_"),
     )
 )
@@ -166,6 +166,11 @@ class NarrowWeight(Tensor):
         with below_autocast():
             if func in _PRODUCTS and (result := _product(func, *args, **kwargs)) is not None:
                 return result
+            if func.overloadpacket is torch.ops.aten.set_ and isinstance(first, NarrowWeight):
+                memory = func(torch.empty(0, dtype=first.dtype, device="cpu"), *map_tensors(_written, args[1:]))
+                with as_plain_tensors():
+                    _set_data(Tensor.data.__set__, first, memory)  # type: ignore[attr-defined]
+                return first
             narrow = first.narrow_numbers() if isinstance(first, NarrowWeight) else None
             if func is torch.ops.aten.embedding.default and narrow is not None:
                 return func(narrow, *args[1:], **kwargs).float()

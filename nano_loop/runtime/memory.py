@@ -28,7 +28,7 @@ from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult, size
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.runtime.state_sizes import bytes_of_coming_states, bytes_of_states, bytes_of_temporaries, bytes_of_tensor
-from nano_loop.steps.allocator import give_back
+from nano_loop.steps.allocator import give_back, trim
 
 _NAME = "memory"
 _FULL = 0.95  # fraction of the limit above which a first step is stopped
@@ -105,12 +105,15 @@ class MemoryWatch:
         self._tensors = dict(heapq.nlargest(_SHOWN, self._tensors.items(), key=lambda item: item[1]))
         if not parts.optimizers or not self._models:
             return
-        now = resident_memory()
-        self._parts[_BEFORE] = self._parts[_BEFORE] or max((now or 0) - self._parts["parameters"], 0)
+        self._limit = None if resident_memory() is None else self._read_limit()
+        if self._limit is not None:
+            trim()  # memory that was freed before, as by an earlier run, is available
+        # A run may continue one that has left gradients and states.
+        own = self._parts["parameters"] + self._gradients() + self._states()
+        self._parts[_BEFORE] = self._parts[_BEFORE] or max((resident_memory() or 0) - own, 0)
         if not self._stop:
             self._stop.append(self._clock.before(self._before_step))
         self._clock.in_steps(len(parts.optimizers), self._end_first_step)
-        self._limit = None if now is None else self._read_limit()
         if self._limit is not None:
             self._watch()
 
@@ -169,11 +172,13 @@ class MemoryWatch:
         now = resident_memory()
         if not self._stop or now is None:
             return
-        self._most = max(self._most, now)
         if self._limit is not None and now > _FULL * self._limit.most:
+            trim()
+            now = resident_memory() or now
             self._limit = self._read_limit()  # other processes may have ended since
             if self._limit is not None and now > _FULL * self._limit.most:
                 raise self._error(f"{where} raises this process's memory to {size(now)} in the first step", self._limit)
+        self._most = max(self._most, now)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Predict the peak once there are gradients: in a step with a closure, after the closure."""
@@ -194,8 +199,7 @@ class MemoryWatch:
         self._parts["gradients"] = self._gradients()
         dtype, limit = self._dtype_of_states(), self._limit and self._read_limit()
         coming = sum(bytes_of_coming_states(optimizer, dtype) for optimizer in self._clock.optimizers)
-        existing = sum(map(bytes_of_states, self._clock.optimizers))
-        self._parts["states of optimizers"] = coming + existing
+        self._parts["states of optimizers"] = coming + self._states()
         now, peak = resident_memory(), peak_memory()
         if limit is None or now is None:
             return
@@ -206,8 +210,7 @@ class MemoryWatch:
         # Measurements of the tuner need memory for one more result and its gradient.
         again = 2 * max(map(_bytes_of, self._outputs), default=0) if self._options.tune_operators else 0
         # A step's temporary tensors are in the memory of activations, which are freed by then, if there is enough.
-        # Existing states are also counted in the memory before the run.
-        in_step = sum(self._parts.values()) - existing
+        in_step = sum(self._parts.values())
         in_step += max(map(bytes_of_temporaries, self._clock.optimizers), default=0)
         self._predicted = max(self._most + coming + again, in_step)
         if self._predicted > limit.most:
@@ -223,7 +226,7 @@ class MemoryWatch:
             if is_asked_for or self._predicted > _TIGHT * self._limit.most:
                 give_back()
         self._outputs.clear()
-        self._parts["states of optimizers"] = sum(map(bytes_of_states, self._clock.optimizers))
+        self._parts["states of optimizers"] = self._states()
 
     def _dtype_of_states(self) -> torch.dtype | None:
         """Return the widest dtype of states in the first step. None: the parameters', in which torch creates them."""
@@ -234,6 +237,9 @@ class MemoryWatch:
         parameters = [parameter for optimizer in self._clock.optimizers for parameter in held_by(optimizer)]
         gradients = {id(parameter): parameter.grad for parameter in parameters}
         return sum(bytes_of_tensor(gradient) for gradient in gradients.values() if gradient is not None)
+
+    def _states(self) -> int:
+        return sum(map(bytes_of_states, self._clock.optimizers))
 
     # --- limits and words ---
 
@@ -262,6 +268,8 @@ class MemoryWatch:
         more = "give the process more memory" if limit is None or limit.source == _CGROUP else "raise memory_limit"
         is_too_low = limit is not None and parts[_BEFORE] > limit.most  # even without the model
         hint = more.capitalize() if is_too_low else f"{_HINTS[max(_HINTS, key=parts.__getitem__)]}, or {more}"
+        self._most = self._peak_before = 0  # the program may try again with a smaller batch
+        self._outputs.clear()
         return NanoMemoryError(error_message(got, expected, hint))
 
 

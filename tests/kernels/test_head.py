@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import sys
 
 import cloudpickle
@@ -109,6 +110,21 @@ def distilled(logits, y):
     return F.kl_div(F.log_softmax(logits, -1), teacher.expand_as(logits), reduction="batchmean") / 7
 
 
+def own_targets(logits, y):
+    with torch.no_grad():
+        targets = logits.softmax(-1)
+    return nano_gpt(logits, y) - (targets * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def of_each_row(logits, y):
+    pairs = [*zip(rows_of(logits), known(y).view(-1), strict=True)]
+    losses = [row.logsumexp(0) - row.gather(0, of.view(1)).squeeze(0) for row, of in pairs]
+    logs = [row.log_softmax(-1).gather(0, of.view(1)) for row, of in pairs]
+    return (
+        torch.stack(losses).mean() - torch.cat(logs).mean() + sum(row.max(0)[0] + row.mean(-1) for row, _ in pairs) / 9
+    )
+
+
 def smoothed_by_transformers(logits, y):
     losses = -F.log_softmax(logits[..., :-1, :].contiguous(), dim=-1)
     y = y[..., 1:].unsqueeze(-1)
@@ -151,6 +167,10 @@ CHUNKED = {
     "temperature": lambda logits, y: nano_gpt(logits / 0.7, y),
     "capped": lambda logits, y: nano_gpt(torch.tanh(logits / 5) * 5, y),
     "entropy": lambda logits, y: nano_gpt(logits, y) - (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean(),
+    "own targets": own_targets,
+    "each row": of_each_row,
+    "targets of a twin": lambda logits, y: -(logits.detach().softmax(-1) * logits.log_softmax(-1)).sum(-1).mean(),
+    "half of the gradient": lambda logits, y: nano_gpt(logits.data / 2 + logits / 2, y),
     "known rows": lambda logits, y: F.cross_entropy(logits[mask(y)], y[mask(y)]),
     "each sequence": lambda logits, y: (
         sum(F.cross_entropy(row, of) for row, of in zip(logits, y, strict=True)) / len(y)
@@ -260,6 +280,38 @@ READINGS = {
     "accuracy": lambda logits: (logits.detach().argmax(dim=-1) == batch()[1]).float().mean(),
     "of a transposed": lambda logits: logits.transpose(1, 2).argmax(1),
 }
+PARTS = {
+    "all": lambda logits: logits,
+    "all but the last": lambda logits: logits[:, :-1],
+    "known": lambda logits: logits[mask(batch()[1])],
+    "last": lambda logits: logits[:, -1],
+    "halved": lambda logits: logits / 2,
+    "transposed": lambda logits: logits.transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_largest_logits_are_equal_to_those_that_are_read_later(part, has_gradient):
+    model, (words, _) = model_of(), batch()
+    with accelerated(model, verbose=False), torch.set_grad_enabled(has_gradient):
+        logits = PARTS[part](model(words))
+        third, largest = logits.topk(3)[0][..., -1:], logits.max(-1, keepdim=True)[0]
+        assert ((logits < third).sum(-1) == WORDS - 3).all()  # all others are masked, as before sampling
+        assert ((logits == largest).sum(-1) == 1).all()
+        assert torch.equal(logits.amax(-1, keepdim=True), largest)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_ranks_of_classes_are_those_of_the_logits(part):
+    model, (words, _) = model_of(), batch()
+    with accelerated(model, verbose=False), torch.no_grad():
+        logits = PARTS[part](model(words))
+        chosen = torch.full((*logits.shape[:-1], 1), 7)
+        ranks = (logits > logits.gather(-1, chosen)).sum(-1)
+        assert torch.equal(ranks, (logits.clone() > logits.clone()[..., 7:8]).sum(-1))
+
+
 OF_ALL = {
     "last": lambda logits: logits[:, -1, :],
     "one class": lambda logits: logits[..., 3],
@@ -384,6 +436,40 @@ def test_losses_that_are_kept_hold_nothing_of_the_head():
         for loss in losses:
             loss.backward()
         assert not head.noted().heads
+
+
+def of_each_sequence(model, words, targets):
+    return [F.cross_entropy(row, of) for row, of in zip(model(words), targets, strict=True)]
+
+
+def of_parts_of_the_input(model, words, targets):
+    parts = torch.tanh(model.inner(model.embedding(words))).chunk(4, 1)
+    logits = [model.head(part) for part in parts]
+    return [nano_gpt(part, of.contiguous()) for part, of in zip(logits, targets.chunk(4, 1), strict=True)]
+
+
+def of_micro_batches(model, words, targets):
+    return [nano_gpt(model(words[:1]), targets[:1]) for _ in range(3)]
+
+
+@pytest.mark.parametrize("losses_of", [of_each_sequence, of_parts_of_the_input, of_micro_batches])
+def test_losses_of_small_parts_hold_one_gradient_of_the_weight_between_forward_and_backward(losses_of):
+    def held():
+        shape = model.head.weight.shape
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == shape]
+        return len({each.untyped_storage().data_ptr() for each in tensors} - {model.head.weight.data_ptr()})
+
+    theirs, model = model_of(), model_of()
+    sum(losses_of(theirs, *batch())).backward()
+    gc.collect()
+    with accelerated(model, verbose=False):
+        before = held()
+        losses = losses_of(model, *batch())
+        assert not head.noted().whole
+        assert held() <= before + 1
+        sum(losses).backward()
+    for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
 WRITES = {
@@ -595,6 +681,33 @@ def masked_after_the_loss(model):
     loss.backward()
 
 
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.mark_dirty(logits)
+        return logits.neg_()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def negated_by_a_function(model):
+    words, targets = batch()
+    nano_gpt(Negated.apply(model(words)), targets).backward()
+
+
+def half_negated_by_a_function(model):
+    words, targets = batch()
+    nano_gpt(Negated.apply(model(words) / 2), targets).backward()
+
+
+def negated_twice_by_a_function(model):
+    words, targets = batch()
+    logits = Negated.apply(model(words))
+    (nano_gpt(logits, targets) + nano_gpt(Negated.apply(logits * 2), targets)).backward()
+
+
 def interrupted(model):
     def interrupt(gradient):
         raise InterruptedError
@@ -615,6 +728,7 @@ def interrupted(model):
         *(scaled_twice, backward_twice, of_two_heads, with_a_penalty, with_a_second_derivative, with_torch_func),
         *(with_a_checkpoint, with_hooks_on_the_head, with_generation_between, with_a_compiled_loss),
         *(masked_after_the_loss, interrupted),
+        *(negated_by_a_function, half_negated_by_a_function, negated_twice_by_a_function),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch, where a graph breaks

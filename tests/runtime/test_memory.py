@@ -151,6 +151,70 @@ def predicted(
     return found
 
 
+AGAIN = """
+import json, sys, torch, nano_loop
+from torch import nn
+from nano_loop.cpu import resident_memory
+
+wide, layers, rows, more = map(int, sys.argv[2:])
+model = nn.Sequential(*(module for _ in range(layers) for module in (nn.Linear(wide, wide), nn.Tanh())))
+optimizer = torch.optim.Adam(model.parameters())
+options = {"verbose": False, "memory_limit": resident_memory() + more * 10**6}
+
+def step(rows):
+    optimizer.zero_grad()
+    model(torch.ones(rows, wide)).square().mean().backward()
+    optimizer.step()
+
+if sys.argv[1] == "after a run":
+    for _ in range(3):
+        with nano_loop.accelerated(model, optimizer, **options) as run:
+            for _ in range(3):
+                step(rows)
+        print(json.dumps(run.report["memory"].data.as_dict()))
+else:
+    def tried(rows):
+        try:
+            step(rows)
+            return True
+        except nano_loop.NanoMemoryError as error:
+            print(error)
+            optimizer.zero_grad()
+
+    with nano_loop.accelerated(model, optimizer, **options):
+        while not tried(rows) and rows:
+            rows //= 2
+        for _ in range(3):
+            step(rows)
+    print(rows)
+"""
+
+
+def again(*arguments: object) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", AGAIN, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "more"), [(64, 400), (2000, 550)]
+)  # 101 MB each of weights and gradients, 201 of states
+def test_gradients_and_states_of_an_earlier_run_count_once(rows: int, more: int) -> None:
+    for line in again("after a run", 1024, 24, rows, more):
+        found = json.loads(line)
+        assert sum(found["parts"].values()) == pytest.approx(found["peak"], rel=0.02)
+        assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
+
+
+@pytest.mark.slow
+def test_smaller_batch_may_follow_one_that_was_too_large() -> None:
+    # 50 KB for a row, and 201 MB besides
+    error, rows = again("in a run", 1024, 12, 16_000, 700)
+    assert "memory_limit=" in error
+    assert rows == "8000"
+
+
 def trained(steps: int = 3, body=None, **options):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.Adam(model.parameters())

@@ -214,6 +214,35 @@ def test_weights_can_be_merged_by_data_beside_a_head(precision, monkeypatch):
         torch.testing.assert_close(model.head.weight.data, expected, rtol=0, atol=2**-8)
 
 
+def by_a_parametrization(module, value):
+    class Given(nn.Module):
+        def forward(self, weight):
+            return value
+
+    nn.utils.parametrize.register_parametrization(module, "weight", Given(), unsafe=True)
+    nn.utils.parametrize.remove_parametrizations(module, "weight")
+
+
+REPLACED = {
+    "set_": lambda module, value: module.weight.set_(value),
+    "set_ to a storage": lambda module, value: module.weight.set_(value.untyped_storage(), 0, (128, 128), (128, 1)),
+    "data": lambda module, value: setattr(module.weight, "data", value),
+    "a parametrization": by_a_parametrization,
+}
+
+
+@pytest.mark.parametrize("replace", REPLACED)
+def test_weight_whose_memory_is_replaced_has_its_values(replace):
+    model, value = Net(), torch.rand(128, 128)
+    x = torch.rand(2, 128)
+    with accelerated(model, **BF16):
+        with torch.no_grad():
+            REPLACED[replace](model.linear, value)
+        assert torch.equal(model.linear.weight, value)
+        torch.testing.assert_close(model.linear(x), F.linear(x, value, model.linear.bias))
+    assert torch.equal(model.linear.weight, value)
+
+
 def test_weight_whose_memory_others_have_stays():
     model = Net()
     array = model.factor.numpy()

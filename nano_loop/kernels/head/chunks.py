@@ -1,7 +1,8 @@
 """Functions of rows of logits, computed in chunks with their gradient: losses, and reductions of a vocabulary.
 
 Each chunk of logits is computed, used and freed. If the result is a scalar, such as the mean of a loss, its gradient is
-computed along with it, so logits are computed once. Otherwise, the backward pass computes them again.
+computed along with it, so logits are computed once, unless too many such gradients wait for their backward pass. In all
+other cases, the backward pass computes logits again.
 """
 
 from __future__ import annotations
@@ -29,15 +30,19 @@ class RowFunction:
 
     `compute` takes rows that `before` returns and their places, and returns the tensors. It calls operators of torch.
     `before` is a function that is applied to the logits first, or None. `places` are the rows to compute, in order, or
-    None for all rows. The others are 0.
+    None for all rows. The others are 0. `is_exact` is whether programs may compare results with logits, such as the
+    largest ones: then the logits are those of the real tensor, bit-identical.
     """
 
     places: Tensor | None = None
 
     def __init__(
-        self, compute: Callable[[Tensor, slice | Tensor], tuple[Tensor, ...]], before: Elementwise | None
+        self,
+        compute: Callable[[Tensor, slice | Tensor], tuple[Tensor, ...]],
+        before: Elementwise | None,
+        is_exact: bool = False,
     ) -> None:
-        self.compute, self.before = compute, before
+        self.compute, self.before, self.is_exact = compute, before, is_exact
 
     def outputs(self, logits: Tensor, places: slice | Tensor, has_gradient: bool = False) -> tuple[Tensor, ...]:
         """Return the results of rows, whose logits are of shape (R, V). Their gradient may be requested next."""
@@ -82,12 +87,32 @@ class Plan:
             else:
                 yield places[span], self.rows[places[span]]
 
+    def parts(self, head: Head, places: Tensor | None) -> Iterator[tuple[slice | Tensor, slice | Tensor, Tensor]]:
+        """Yield chunks of the given places, or of all places, the input's rows of each chunk, and their logits.
+
+        The bits of a product depend on its number of rows, so exact functions use the products of the real tensor.
+        """
+        is_whole = self._is_whole and (places is None or len(places) == len(self.rows))
+        if is_whole or not self.function.is_exact:
+            for chosen, rows in self.chunks(head.chunk, places):
+                yield chosen, rows, head.logits(rows)
+            return
+        places = torch.arange(len(self.rows), device="cpu") if places is None else places
+        of_places = self.rows[places]
+        for start in range(0, len(head.hidden), head.chunk):
+            end = start + head.chunk
+            inside = ((of_places >= start) & (of_places < end)).nonzero().squeeze(1)
+            if len(inside):
+                rows = of_places[inside]
+                yield places[inside], rows, head.logits(slice(start, end))[rows - start]
+
     def compute(self, head: Head, needs: tuple[bool, bool, bool]) -> tuple[tuple[Tensor, ...], Gradients | None]:
         """Return the results, and the gradients if any is needed and the result is a scalar."""
         function, divisor, results = self.function, self.divisor, None
-        gradients = Gradients(head, needs) if divisor is not None and self.has_gradient and any(needs) else None
-        for places, rows in self.chunks(head.chunk, function.places):
-            logits = head.logits(rows)
+        gradients = None
+        if divisor is not None and self.has_gradient and any(needs):
+            gradients = Gradients.in_forward(head, needs, len(self.rows))
+        for places, rows, logits in self.parts(head, function.places):
             outputs = function.outputs(logits, places, gradients is not None)
             if results is None:
                 results = tuple(output.new_zeros((len(self.rows), *output.shape[1:])) for output in outputs)
@@ -109,8 +134,7 @@ class Plan:
         has_one = gradient.ne(0).view(len(gradient), -1).any(1)
         if self.function.places is not None:
             has_one &= torch.zeros_like(has_one).index_fill_(0, self.function.places, True)
-        for places, rows in self.chunks(head.chunk, has_one.nonzero().squeeze(1)):
-            logits = head.logits(rows)
+        for places, rows, logits in self.parts(head, has_one.nonzero().squeeze(1)):
             gradients.add(rows, self.function.gradient(logits, places, gradient[places].contiguous()))
             del logits
         return gradients

@@ -177,7 +177,7 @@ def _elementwise(func: Any, lazy: LazyLogits, *others: Any, **kwargs: Any) -> An
     tensors = [item for item in others if isinstance(item, LazyLogits)]
     # Functions in a graph must not hold lazy tensors, because these hold their head.
     numbers = [None if isinstance(item, LazyLogits) else item for item in others]
-    befores = [item.before for item in (lazy, *tensors)]
+    befores = [item.before if item.sources else _without_gradient(item.before) for item in (lazy, *tensors)]
 
     def applied(first: Tensor, *rest: Tensor) -> Tensor:
         following = iter(rest)
@@ -187,6 +187,11 @@ def _elementwise(func: Any, lazy: LazyLogits, *others: Any, **kwargs: Any) -> An
         return applied(*(logits if item is None else item(logits) for item in befores))
 
     return lazy.derived(applied, *tensors, before=before, is_copy=True)
+
+
+def _without_gradient(before: Elementwise | None) -> Elementwise:
+    """Return a function whose result is a constant for the gradient, as that of a detached twin."""
+    return lambda logits: (logits if before is None else before(logits)).detach()
 
 
 def _goes_with(other: Any, lazy: LazyLogits) -> bool:
@@ -218,7 +223,11 @@ def _reduced(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
         results = func(logits, *count, -1)
         return (results,) if isinstance(results, Tensor) else tuple(results)
 
-    function = RowFunction(compute, lazy.before)
+    has_gradient = bool(lazy.sources) and torch.is_grad_enabled()
+    is_exact = name in _COMPARED
+    if is_exact and not has_gradient and 2 * lazy.rows.numel() < len(lazy.head.hidden):
+        return NotImplemented  # all rows would be computed, and once more for the comparison
+    function = RowFunction(compute, lazy.before, is_exact)
     with torch.set_grad_enabled(torch.is_grad_enabled() and name != "argmax"):
         results = (lazy.detached() if name == "argmax" else lazy).reduced(function)
     shaped = [_as_rows(item, lazy, keeps) for item in results]
@@ -227,7 +236,7 @@ def _reduced(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 def _as_rows(result: Tensor, lazy: LazyLogits, keeps: bool = False) -> Tensor:
     """Return results of rows in the shape of the lazy tensor, with the vocabulary replaced or removed."""
-    whole = result.view(*lazy.rows.shape, *result.shape[1:])
+    whole = result.view((*lazy.rows.shape, *result.shape[1:]))
     if whole.dim() > lazy.rows.dim():
         return whole.movedim(-1, lazy.vocabulary)
     return whole.unsqueeze(lazy.vocabulary) if keeps else whole
@@ -251,7 +260,8 @@ def _gathered(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
         (losses,) = lazy.reduced(LogLikelihood(index.squeeze(1), _logits_before(lazy.before.before)))
         result = -losses.unsqueeze(1).to(lazy.dtype)
     else:
-        function = RowFunction(lambda logits, places: (logits.gather(1, index[places]),), lazy.before)
+        has_gradient = bool(lazy.sources) and torch.is_grad_enabled()
+        function = RowFunction(lambda logits, places: (logits.gather(1, index[places]),), lazy.before, not has_gradient)
         (result,) = lazy.reduced(function)
     return _as_rows(result, lazy)
 
@@ -294,7 +304,7 @@ def _loss(
     ):
         return NotImplemented
     dtype = torch.float32 if torch.is_autocast_enabled("cpu") else lazy.dtype
-    flat = target.flatten().clone()
+    flat, weight = target.flatten().clone(), None if weight is None else weight.clone()
     function = kind(flat, _logits_before(before), weight, ignore_index, label_smoothing)
     if not function.has_classes(lazy.head.width):
         return NotImplemented
@@ -322,6 +332,8 @@ _ELEMENTWISE = dict.fromkeys(
     ),
     _elementwise,
 )
+#: Reductions to which programs compare logits, for example to keep the largest ones.
+_COMPARED = frozenset(("max", "amax", "topk"))
 _REDUCED = dict.fromkeys(("argmax", "max", "amax", "topk", "logsumexp", "sum", "mean"), _reduced)
 
 FUNCTIONS = MappingProxyType(

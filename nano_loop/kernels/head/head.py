@@ -37,13 +37,14 @@ class _Noted:
 
     `heads` has weak references to heads whose logits may still be read, by id. `whole` has lines of the program that
     have read all logits. `shapes` tells whether a layer's logits have been read in chunks, by the owner of the layer's
-    rules and the weight's shape.
+    rules and the weight's shape. `gradients` are those computed in a forward pass whose backward pass is to come.
     """
 
     def __init__(self) -> None:
         self.heads: dict[int, weakref.ref[Head]] = {}
         self.whole: set[str] = set()
         self.shapes: dict[tuple[int, torch.Size], bool] = {}
+        self.gradients: weakref.WeakSet[Gradients] = weakref.WeakSet()
 
 
 def noted() -> _Noted:
@@ -94,6 +95,11 @@ class Head:
         heads[key] = weakref.ref(self, lambda _: heads.pop(key, None))
 
     @property
+    def layer(self) -> tuple[int, torch.Size]:
+        """The owner of the rules, and the weight's shape."""
+        return self.rules.owner, self.weight.shape
+
+    @property
     def width(self) -> int:
         """The size of the vocabulary."""
         return self.weight.size(0)
@@ -128,7 +134,17 @@ class Head:
 
     def all_logits(self, rows: Tensor) -> Tensor:
         """Return the logits of all rows, in the shape of `rows` with the vocabulary appended."""
-        return self.logits(slice(None)).view(*rows.shape, self.width)
+        return self._whole().view(*rows.shape, self.width)
+
+    def _whole(self) -> Tensor:
+        """Return all logits. They are computed by the same products as in chunks, so that the bits are the same."""
+        chunks = range(0, len(self.hidden), self.chunk)
+        if len(chunks) <= 1:
+            return self.logits(slice(None))
+        whole = empty(len(self.hidden), self.width, dtype=self.weight.dtype)
+        for start in chunks:
+            whole[start : start + self.chunk] = self.logits(slice(start, start + self.chunk))
+        return whole
 
     def keep(self, copies: dict[int, Tensor], by_step: bool = True) -> None:
         """Keep the smaller of logits and old weight.
@@ -142,7 +158,7 @@ class Head:
         if self._versions_now() != self._versions:  # already written to: reading the logits raises an error
             return
         if self.memory.tensor is None and len(self.hidden) <= self.weight.size(1):
-            self.memory.set(self.logits(slice(None)).view(*self.shape[:-1], self.width))
+            self.memory.set(self._whole().view(*self.shape[:-1], self.width))
         if self.memory.tensor is not None:
             self._is_old = True
             return
@@ -172,13 +188,13 @@ def may_be_head(rules: Rules, weight: Tensor) -> bool:
 
 def note_chunked(head: Head) -> None:
     """Note that logits are read in chunks."""
-    noted().shapes[head.rules.owner, head.weight.shape] = True
+    noted().shapes[head.layer] = True
 
 
 def note_whole(head: Head, has_gradient: bool) -> None:
     """Note the line of the program that reads all logits."""
     if has_gradient:
-        noted().shapes.setdefault((head.rules.owner, head.weight.shape), False)
+        noted().shapes.setdefault(head.layer, False)
     place = users_place()
     if place is not None:
         noted().whole.add(f"{os.path.basename(place.filename)}:{place.number}")
@@ -230,8 +246,25 @@ class Gradients:
     `needs` tells which of the three are needed.
     """
 
+    @classmethod
+    def in_forward(cls, head: Head, needs: tuple[bool, bool, bool], rows: int) -> Gradients | None:
+        """Return gradients to be computed with a loss of some rows and held until its backward pass, or None.
+
+        Those of a single loss are as large as gradients that its backward pass returns anyway. A program that adds up
+        the losses of many parts of a batch would hold as many. Further ones must be no larger than the rows' logits,
+        which torch holds.
+        """
+        size = head.hidden.numel() * needs[0] + head.weight.numel() * needs[1]
+        held = noted().gradients
+        if size > rows * head.width and any(other.layer == head.layer for other in held):
+            return None
+        gradients = cls(head, needs)
+        held.add(gradients)
+        return gradients
+
     def __init__(self, head: Head, needs: tuple[bool, bool, bool]) -> None:
         hidden, weight, bias = needs
+        self.layer = head.layer
         self._head = head
         # In fp32 without a policy, products are added in place, and the first one fills the memory.
         self._adds = head.rules.policy is None and head.weight.dtype is torch.float32

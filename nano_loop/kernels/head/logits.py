@@ -63,14 +63,16 @@ class LazyLogits(Tensor):
     is_placed: bool  # whether its node of the graph has been used
     is_watched: bool  # whether the program has accessed its node of the graph
     memory: Memory | None  # holds the values once computed; None for a view
-    tensor: Tensor | None
+    tensor: Tensor | None  # the real tensor, once it is needed
+    tensor_node: object  # the node of the graph from which it was made
 
     # --- the real tensor ---
 
     def materialize(self) -> Tensor:
         """Return the real tensor, with its place in the graph. It is computed once."""
-        if self.tensor is None:
+        if self._current_tensor is None:
             with torch.enable_grad(), as_plain_tensors():
+                self.tensor_node = self.grad_fn
                 self.is_placed |= self._is_moved
                 if not self._shares_memory or self.is_placed:
                     self.tensor = _Materialized.apply(self, self.numbers)  # type: ignore[no-untyped-call]
@@ -113,13 +115,21 @@ class LazyLogits(Tensor):
             return self.requires_grad and (node is None or node.name() not in _NODES)
 
     @property
+    def _current_tensor(self) -> Tensor | None:
+        """The real tensor, or None if this one was moved since, as by a function that has written to it."""
+        if self.tensor is None:
+            return None
+        with as_plain_tensors():
+            return self.tensor if self.grad_fn is self.tensor_node else None
+
+    @property
     def _shares_memory(self) -> bool:
         return self.memory is None
 
     @property
     def _is_replaced(self) -> bool:
         """Whether the graph of later results contains the real tensor instead of this one."""
-        tensor = self.tensor
+        tensor = self._current_tensor
         if tensor is None:
             return False
         return (
@@ -192,7 +202,9 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
-            name = getattr(func.__self__, "__name__", "") + ("_" if name == "__set__" else "")
+            # A run may have replaced `Tensor.data` by a property, which has another name or none.
+            attribute = "data" if func.__self__ is Tensor.data else getattr(func.__self__, "__name__", "")
+            name = attribute + ("_" if name == "__set__" else "")
         first = args[0] if args else None
         if isinstance(first, LazyLogits) and name in _OWN and not first._is_replaced:
             first.is_placed |= name in _PLACES
@@ -208,7 +220,10 @@ class LazyLogits(Tensor):
             result = fused(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return func(*map_tensors(_materialized, args), **map_tensors(_materialized, kwargs))
+        result = func(*map_tensors(_materialized, args), **map_tensors(_materialized, kwargs))
+        # Operators that write to a tensor return it.
+        is_first = isinstance(first, LazyLogits) and result is first.tensor and first.is_written
+        return first if is_first else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -243,7 +258,7 @@ def made(head: Head, rows: Tensor, vocabulary: int, dtype: torch.dtype, memory: 
         strides = [*torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()]
     lazy: Any = without_memory(LazyLogits, shape, strides, dtype)
     lazy.head, lazy.rows, lazy.vocabulary, lazy.memory = head, rows, vocabulary, memory
-    lazy.before = lazy.operation = lazy.tensor = None
+    lazy.before = lazy.operation = lazy.tensor = lazy.tensor_node = None
     lazy.parents, lazy.sources, lazy.is_placed, lazy.is_watched = (), (), False, False
     return lazy  # type: ignore[no-any-return]
 
