@@ -113,7 +113,7 @@ BUDGETS = {
     "runtime": 2_475,  # 1_700 is the goal
     "steps": 4_300,  # 3_300 is the goal
     "policy": 125,
-    "kernels": 11_725,  # 9_600 is the goal
+    "kernels": 11_800,  # 9_600 is the goal
     "autotune": 625,
     "optimizers": 1_025,  # 600 is the goal
     "patching": 3_125,  # 2_950 is the goal
