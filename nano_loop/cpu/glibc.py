@@ -13,8 +13,9 @@ from pathlib import Path
 
 # From malloc.h.
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
-#: The value of each parameter of mallopt.
-SETTINGS = {MMAP_THRESHOLD: 1 << 30, TRIM_THRESHOLD: -1, TOP_PAD: 1 << 26}  # -1: never trim
+#: The value of each parameter of mallopt. Larger blocks, such as the gradient of a large vocabulary's layer, are mapped
+#: separately: in the heap, they leave gaps that no other such block fits into.
+SETTINGS = {MMAP_THRESHOLD: 1 << 29, TRIM_THRESHOLD: -1, TOP_PAD: 1 << 26}  # -1: never trim
 #: The environment variable of each parameter.
 VARIABLES = {
     MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_",
