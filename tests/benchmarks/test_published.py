@@ -12,7 +12,7 @@ from benchmarks.published import PARTS, headline, layers, overview, page, speed_
 
 RESULTS = {path.name: json.loads(path.read_text()) for path in sorted(Path(ROOT, "benchmarks/results").glob("2*.json"))}
 SHOWN = RESULTS["2026-11-amd-epyc-zen5-2-cores.json"]  # in the README: all workloads and systems
-SMALL = RESULTS["2026-11-intel-amx-2-cores-users.json"]  # in the picture as well: small models
+SMALL = RESULTS["2026-11-amd-epyc-zen4-2-cores-users.json"]  # in the picture as well: small models
 README = Path(ROOT, "README.md").read_text()
 
 
