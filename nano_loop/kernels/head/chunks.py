@@ -97,7 +97,7 @@ class Plan:
             for chosen, rows in self.chunks(head.chunk, places):
                 yield chosen, rows, head.logits(rows)
             return
-        places = torch.arange(len(self.rows), device="cpu") if places is None else places
+        places = torch.arange(len(self.rows), dtype=torch.int64, device="cpu") if places is None else places
         of_places = self.rows[places]
         for start in range(0, len(head.hidden), head.chunk):
             end = start + head.chunk
