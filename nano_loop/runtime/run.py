@@ -170,7 +170,7 @@ class Run:
         if not self._is_inner:
             self.scope = RunScope(slot.ranks, self.in_all_threads)
             hint = _SETUP_HINT if self._task is None else self._task.setup_hint
-            unmet = partial(self._results.unmet_of, self._steps)
+            unmet = partial(self._results.unmet_of, self._steps, are_errors=True)
             self.stepped = SteppedOptimizers(slot.ranks, self.scope, hint, self.apply, unmet, self._clock)
             ending.enter_context(self.stepped.looking())
 

@@ -57,13 +57,18 @@ class RunReport:
         unmet = self.unmet_of(steps)
         self.unmet = {entry[0]: entry for entry in unmet if self.unmet is None or entry[0] in self.unmet}
 
-    def unmet_of(self, steps: Iterable[Step]) -> Iterator[tuple[str, str, str]]:
-        """Yield the steps set to True that do not apply to any set-up object, with reasons and hints."""
+    def unmet_of(self, steps: Iterable[Step], *, are_errors: bool = False) -> Iterator[tuple[str, str, str]]:
+        """Yield the steps set to True that do not apply to any set-up object, with reasons and hints.
+
+        With `are_errors`, leave out those whose reason is harmless.
+        """
         results = [] if self.report is None else self.report.results
         in_use = {result.name for result in results if result.status != "skipped"}
         reasons = {result.name: result.detail for result in results}
+        codes = {result.name: result.code for result in results}
         for step in steps:
-            if not step.options.is_asked_for(step.name):
+            is_harmless = are_errors and codes.get(step.name) in step.harmless
+            if is_harmless or not step.options.is_asked_for(step.name):
                 continue
             reason, missing = step.unused_because or reasons.get(step.name), _PARTS[step.needs]
             if reason is not None and (step.unused_because or step.name not in in_use):

@@ -52,6 +52,7 @@ class ChannelsLast(Step):
 
     name = "channels_last"
     required = False  # the option applies to all models of a run, and one of them may have no convolution
+    harmless = frozenset(("no_images",))
 
     @override
     def begin(self) -> None:

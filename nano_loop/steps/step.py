@@ -90,6 +90,8 @@ class Step(ABC):
     needs: ClassVar[Literal["models", "optimizers", "trained", "loaders"] | None] = "models"
     #: Whether the step changes the whole process, so that only the first ``setup`` of a run applies it.
     once: ClassVar[bool] = False
+    #: Codes of reasons to skip the step that are no error for True: torch's own setting has no effect there, either.
+    harmless: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, context: StepContext) -> None:
         self.options = context.options

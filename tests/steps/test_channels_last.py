@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from nano_loop import nano
+from nano_loop import accelerated, nano
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.channels_last import ChannelsLast
 
@@ -162,6 +162,31 @@ def test_model_without_images_is_skipped(step, model, choice, code):
     reason = made.skip_reason(TrainingObjects([model]))
     assert (None if reason is None else reason.code) == code
     assert not made.required
+
+
+def _of_nano(model, optimizer, fit):
+    decorated = nano(channels_last=True, verbose=False)(fit)
+    decorated(model, optimizer)
+    return decorated.report
+
+
+def _of_objects(model, optimizer, fit):
+    with accelerated(model, optimizer, channels_last=True, verbose=False) as run:
+        fit(model, optimizer)
+    return run.report
+
+
+@pytest.mark.parametrize("way", [_of_nano, _of_objects])
+def test_model_without_images_trains_with_the_option_and_the_report_says_why_it_has_no_effect(way):
+    """As for torch's own memory format, it is no error."""
+
+    def fit(model, optimizer):
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+
+    model = nn.Linear(2, 2)
+    report = way(model, torch.optim.SGD(model.parameters(), 0.1), fit)
+    assert (report["channels_last"].status, report["channels_last"].code) == ("skipped", "no_images")
 
 
 @pytest.mark.parametrize("precision", [32, "bf16"])

@@ -127,8 +127,9 @@ COMBINED = {
     "turned around": lambda e: (e * e.flip(0)).mean(),
     "distances of pairs": lambda e: F.pdist(rows(e)).mean(),
     "distances": lambda e: torch.cdist(rows(e), rows(e)).mean(),
-    "range": lambda e: e.aminmax()[1],
 }
+if hasattr(torch._C._functions, "AminmaxBackward0"):  # torch 2.8 has no derivative
+    COMBINED["range"] = lambda e: e.aminmax()[1]
 
 
 @pytest.mark.parametrize("name", COMBINED)
