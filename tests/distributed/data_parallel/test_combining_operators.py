@@ -96,7 +96,8 @@ def test_calls_within_rows_combine_none(name):
 
 def test_nodes_have_the_names_of_operators():
     names = {name.rstrip("0123456789") for name in dir(torch._C._functions)}
-    assert sorted(_NODES - names) == ["BincountBackward"]  # has no gradient
+    newer = {"AminmaxBackward"} - names  # torch 2.9 has no derivative of it
+    assert _NODES - names == {"BincountBackward"} | newer  # bincount has no gradient
     assert names >= _ADDING
 
 
