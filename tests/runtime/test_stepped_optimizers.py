@@ -93,7 +93,6 @@ class Gru(nn.Module):
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        (Gru, {"channels_last": True}),
         (Gru, {"fast_fetch": True}),
         *((Gru, {"precision": "bf16", name: True}) for name in ("fast_attention", "fast_norm")),
     ],

@@ -177,14 +177,16 @@ def _of_objects(model, optimizer, fit):
 
 
 @pytest.mark.parametrize("way", [_of_nano, _of_objects])
-def test_model_without_images_trains_with_the_option_and_the_report_says_why_it_has_no_effect(way):
+@pytest.mark.parametrize("kind", [nn.Linear, nn.GRU])
+def test_model_without_images_trains_with_the_option_and_the_report_says_why_it_has_no_effect(way, kind):
     """As for torch's own memory format, it is no error."""
 
     def fit(model, optimizer):
-        model(torch.ones(2, 2)).sum().backward()
+        output = model(torch.ones(2, 2))
+        (output if kind is nn.Linear else output[0]).sum().backward()
         optimizer.step()
 
-    model = nn.Linear(2, 2)
+    model = kind(2, 2)
     report = way(model, torch.optim.SGD(model.parameters(), 0.1), fit)
     assert (report["channels_last"].status, report["channels_last"].code) == ("skipped", "no_images")
 
