@@ -124,9 +124,6 @@ def called_after_steps(function: _StepHook) -> AbstractContextManager[None]:
     return listening("after steps", function, partial(_hooked, register))
 
 
-# --- layouts ---
-
-
 def is_in_step(frame: FrameType | None) -> bool:
     """Whether a frame belongs to the step of an optimizer, and not to its closure, which enables gradients."""
     while frame is not None and not torch.is_grad_enabled():
@@ -134,6 +131,9 @@ def is_in_step(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# --- layouts ---
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
