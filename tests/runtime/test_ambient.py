@@ -20,7 +20,9 @@ import nano_loop
 from nano_loop import NanoConfigError, NanoWarning, accelerated, nano
 from nano_loop.patching.operators import gives_kernels
 
-X, Y = torch.randn(12, 3), torch.randn(12, 2)
+# Always the same, whatever other tests drew: with other numbers, one weight in 3,000 programs ends so close to 0 that
+# `allclose` finds its rounding.
+X, Y = torch.randn(12, 5, generator=torch.Generator().manual_seed(1)).split([3, 2], 1)
 EXACT = {"verbose": False, "exact": True}
 
 
