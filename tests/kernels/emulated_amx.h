@@ -104,6 +104,7 @@ static inline void emulated_dpbf16ps(int sums, int a, int b) {
 }
 
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
@@ -111,5 +112,6 @@ static inline void emulated_dpbf16ps(int sums, int a, int b) {
 #define _tile_release() emulated_release()
 #define _tile_zero(number) emulated_zero(number)
 #define _tile_loadd(number, from, stride) emulated_load(number, from, stride)
+#define _tile_stream_loadd(number, from, stride) emulated_load(number, from, stride)
 #define _tile_stored(number, to, stride) emulated_store(number, to, stride)
 #define _tile_dpbf16ps(sums, a, b) emulated_dpbf16ps(sums, a, b)

@@ -54,15 +54,21 @@ WITH_TILES static inline void begin_sums(int begins, const float *sums, int64_t 
     }
 }
 
-/* Adds the products of 32 rows of A and 32 columns of B: two tiles each, with these strides between lines in bytes. */
-WITH_TILES static inline void add_to_sums(const void *a, const void *a_below, int64_t a_line, const void *b,
-                                          const void *b_right, int64_t b_line) {
+/* Adds the products of 32 rows of A and 32 columns of B: two tiles each, with these strides between lines in bytes. If B
+   `streams`, its loads are hinted not to replace A in the L1 cache. */
+WITH_TILES static inline void add_to_sums(const int streams, const void *a, const void *a_below, int64_t a_line,
+                                          const void *b, const void *b_right, int64_t b_line) {
+    if (streams) {
+        _tile_stream_loadd(6, b, b_line);
+        _tile_stream_loadd(7, b_right, b_line);
+    } else {
+        _tile_loadd(6, b, b_line);
+        _tile_loadd(7, b_right, b_line);
+    }
     _tile_loadd(4, a, a_line);
-    _tile_loadd(6, b, b_line);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b_right, b_line);
-    _tile_dpbf16ps(1, 4, 7);
     _tile_loadd(5, a_below, a_line);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
 }

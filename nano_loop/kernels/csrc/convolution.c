@@ -133,7 +133,7 @@ WITH_TILES static void multiply(const Call *call, const Plan *plan, const char *
             int64_t phase = y % call->stride[0] * plan->phases[1] + x % call->stride[1];
             const char *at = inputs + ((phase * plan->phase_rows + y / call->stride[0]) * plan->phase_columns + x / call->stride[1]) * OF_PIXEL;
             for (int64_t step = 0; step < plan->steps; step++, at += of_step, weights += OF_STEP)
-                add_to_sums(at, at + 16 * OF_PIXEL, OF_PIXEL, weights, weights + 1024, 64);
+                add_to_sums(1, at, at + 16 * OF_PIXEL, OF_PIXEL, weights, weights + 1024, 64);
         }
     store_sums(sums, 16, 16 * BLOCK, BLOCK);
 }

@@ -47,24 +47,30 @@ INLINE __m512i paired(__m256i low, __m256i high) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
 
-/* Packs an AMX tile of 16 rows or columns, `count` of which exist, for the existing part of `depth`. Each line has one
-   row, or one pair along the depth. `apart` is the stride of contiguous rows, or else of the depth. */
-INLINE void pack_tile(const int wide, const int is_contiguous, const int by_pairs, const void *from, int64_t apart,
+/* Packs an AMX tile of 16 rows or columns, `count` of which exist, for the existing part of `depth`: all, if `full`.
+   Each line has one row, or one pair along the depth. `apart` is the stride of contiguous rows, or else of the depth. */
+INLINE void pack_tile_of(const int full, const int wide, const int is_contiguous, const int by_pairs, const void *from, int64_t apart,
                       int64_t count, int64_t depth, char *to) {
     __m512i lines[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
         if (is_contiguous) {
-            lines[i] = i < count ? loaded(wide, first_of_32(depth), element(wide, from, i * apart)) : _mm512_setzero_si512();
+            lines[i] = full || i < count ? loaded(wide, full ? ~0u : first_of_32(depth), element(wide, from, i * apart)) : _mm512_setzero_si512();
             continue;
         }
         const void *low = element(wide, from, 2 * i * apart), *high = element(wide, low, apart);
         __m256i none = _mm256_setzero_si256();
-        lines[i] = paired(2 * i < depth ? sixteen(wide, first(count), low) : none, 2 * i + 1 < depth ? sixteen(wide, first(count), high) : none);
+        lines[i] = paired(full || 2 * i < depth ? sixteen(wide, full ? 0xffff : first(count), low) : none,
+                          full || 2 * i + 1 < depth ? sixteen(wide, full ? 0xffff : first(count), high) : none);
     }
     if (is_contiguous == by_pairs) transpose((Vector *)lines);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) _mm512_store_si512(to + 64 * i, lines[i]);
+}
+
+INLINE void pack_tile(const int wide, const int is_contiguous, const int by_pairs, const void *from, int64_t apart,
+                      int64_t count, int64_t depth, char *to) {
+    SPECIALIZED(full, count >= 16 && depth >= 32, pack_tile_of(full, wide, is_contiguous, by_pairs, from, apart, count, depth, to));
 }
 
 /* Packs 16 columns of a tile: rows of a matrix whose transpose is the second factor. Each pair of its columns becomes a

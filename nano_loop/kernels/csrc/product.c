@@ -107,8 +107,8 @@ int has_amx(void) { return find_amx(); }
 int64_t product_bytes(const Call *call, int threads) {
     int by_batch = is_by_batch(call, threads);
     if (call->by_tiles) {
-        Tiling tiling = tiling_of(call);
-        return by_batch ? threads * bytes_of_tiling(&tiling, 1) : bytes_of_tiling(&tiling, threads);
+        Tiling tiling = tiling_of(call, by_batch ? 1 : threads);
+        return (by_batch ? threads : 1) * bytes_of_tiling(&tiling);
     }
     Plan plan = plan_of(call, by_batch ? 1 : threads);
     return (by_batch ? threads : 1) * bytes_of(&plan);
@@ -402,13 +402,14 @@ static Work work_of(const Call *call, const Plan *plan, const void *a, const voi
 void product(const Call *call, const void *a, const void *b, const void *bias, char *out, char *scratch, int threads) {
     if (is_by_batch(call, threads)) {
         Plan plan = plan_of(call, 1);
+        Tiling tiling = tiling_of(call, 1);
         int64_t bytes = product_bytes(call, threads) / threads;
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (int64_t i = 0; i < call->batch; i++) {
             char *own = scratch + omp_get_thread_num() * bytes;
             Work work = work_of(call, &plan, a, b, bias, out, i);
             if (call->by_tiles) {
-                multiply_by_tiles(call, work.a, work.b, bias, work.out, own, 0, 1);
+                multiply_by_tiles(call, &tiling, work.a, work.b, bias, work.out, own, 0);
                 continue;
             }
             if (plan.packs_a) pack_all(&work, 0, 1, own);
@@ -417,14 +418,16 @@ void product(const Call *call, const void *a, const void *b, const void *bias, c
         return;
     }
     Plan plan = plan_of(call, threads);
-    int64_t parts = plan.row_parts * plan.column_parts;
-#pragma omp parallel num_threads(call->by_tiles ? threads : (int)parts)
+    Tiling tiling = tiling_of(call, threads);
+    int64_t parts = call->by_tiles ? tiling.row_parts * tiling.column_parts : plan.row_parts * plan.column_parts;
+#pragma omp parallel num_threads((int)parts)
     {
         int64_t thread = omp_get_thread_num(), given = omp_get_num_threads();
         for (int64_t i = 0; i < call->batch; i++) {
             Work work = work_of(call, &plan, a, b, bias, out, i);
             if (call->by_tiles) {
-                multiply_by_tiles(call, work.a, work.b, bias, work.out, scratch, thread, given);
+                for (int64_t part = thread; part < parts; part += given)
+                    multiply_by_tiles(call, &tiling, work.a, work.b, bias, work.out, scratch, part);
                 continue;
             }
             if (plan.packs_a) pack_all(&work, thread, given, scratch);

@@ -302,7 +302,7 @@ WITH_TILES static void add_by_tiles(int64_t pairs, int64_t steps, const uint32_t
     for (int64_t pair = 0; pair < pairs; pair++, inputs += of_pair) {
         const uint32_t *at = inputs;
         for (int64_t step = 0; step < steps; step++, at += STEP * CHANNELS, gradients += OF_STEP, second += OF_STEP)
-            add_to_sums(gradients, second, 64, at, at + 16, 4 * CHANNELS);
+            add_to_sums(0, gradients, second, 64, at, at + 16, 4 * CHANNELS);
     }
     store_sums(sums, 16, 16 * CHANNELS, CHANNELS);
 }

@@ -64,12 +64,12 @@ def by(function):
 
 
 def bound(theirs, truth, call, place):
-    # torch's plain kernel computes in fp32: for more dimensions, 3-d masks, values of another width, and grouped heads
-    # in torch 2.8.
+    # torch's plain kernel computes in fp32: for other than four dimensions, 3-d masks, values of another width, and
+    # grouped heads in torch 2.8.
     (query, _, value), kwargs = call
     mask, grouped = kwargs.get("attn_mask"), kwargs.get("enable_gqa", False)
     by_torch_in_fp32 = (
-        query.dim() > 4
+        query.dim() != 4
         or (mask is not None and mask.dim() == 3)
         or query.size(-1) != value.size(-1)
         or (grouped and not gives_kernels())
