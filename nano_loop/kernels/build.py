@@ -46,7 +46,6 @@ from nano_loop.storage.trusted_files import open_file, opened_folder, path_of, t
 
 _LARGEST = 1 << 26  # maximum size of a library in bytes
 _DIGEST = hashlib.sha256().digest_size  # size of the hash appended to a library, which the loader ignores
-_AMX = frozenset(("amx_bf16", "amx_tile"))
 _NONE = "there are no C kernels"
 _numbers = itertools.count()
 
@@ -98,11 +97,6 @@ class CompiledKernel:
     def uses_amx(self) -> bool:
         """Whether they have an AMX implementation, the CPU supports it, and the system lets this process use it."""
         return self.unavailable is None and hasattr(self._library(), "has_amx") and bool(self._library().has_amx())
-
-    @functools.cached_property
-    def is_first_guess(self) -> bool:
-        """Whether they are faster than oneDNN on most shapes, which holds on CPUs without AMX: oneDNN uses AMX."""
-        return self.unavailable is None and not _AMX.issubset(read_machine().instruction_sets)
 
     def __call__(self, function: str, *arguments: Argument) -> int:
         """Call a function and return its result, if any.

@@ -35,22 +35,13 @@ def test_kernels_for_bf16_instructions_are_available_where_the_cpu_has_them(kern
 
 
 @pytest.mark.parametrize("needs", [False, True])
-def test_without_a_compiler_a_kernel_says_so_and_is_no_guess(monkeypatch, needs):
+def test_without_a_compiler_a_kernel_says_so(monkeypatch, needs):
     def fails(name, is_threaded):
         raise UnavailableError("no C compiler was found")
 
     monkeypatch.setattr(build, "compiled", fails)
     kernel = CompiledKernel("product", {}, needs_avx512_bf16=needs)
     assert kernel.unavailable == "no C compiler was found"
-    assert not kernel.is_first_guess
-
-
-@pytest.mark.parametrize("amx", [(), ("amx_tile",), ("amx_tile", "amx_bf16")])
-def test_onednn_is_the_first_guess_where_the_cpu_has_amx(monkeypatch, amx):
-    machine = SimpleNamespace(instruction_sets=frozenset(amx))
-    monkeypatch.setattr(build, "read_machine", lambda: machine)
-    monkeypatch.setattr(build, "compiled", lambda name, is_threaded: SimpleNamespace(is_supported=lambda: 1))
-    assert CompiledKernel("product", {}, needs_avx512_bf16=True).is_first_guess == (len(amx) < 2)
 
 
 @pytest.mark.parametrize("has_amx", [0, 1])
@@ -148,7 +139,6 @@ def test_level_without_bf16_instructions_has_no_kernels_of_them(compiled_here, m
     forget_libraries()
     kernel = CompiledKernel("product", {}, needs_avx512_bf16=True)
     assert kernel.unavailable == "the C kernels here have no bf16 instructions of AVX-512"
-    assert not kernel.is_first_guess
 
 
 def test_choice_that_does_not_exist_is_refused(compiled_here, monkeypatch):

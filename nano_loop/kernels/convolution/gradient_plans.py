@@ -142,8 +142,7 @@ def _blocks_are_faster(call: Arguments) -> bool:
         return False
     if min(call.weight.shape[:2]) < weight_gradient.FEWEST:
         return False
-    kernel = weight_gradient.KERNEL
-    return (kernel.is_first_guess or kernel.uses_amx) and _blocks_support(call)
+    return _blocks_support(call)
 
 
 def _blocks_support(call: Arguments) -> bool:

@@ -150,7 +150,7 @@ def _reads_copy(call: Call) -> bool:
 
 
 def _default(call: Call) -> str:
-    return BLOCKS if call.tensors[0].dtype is torch.bfloat16 and product.KERNEL.is_first_guess else TORCH
+    return BLOCKS if call.tensors[0].dtype is torch.bfloat16 and product.KERNEL.unavailable is None else TORCH
 
 
 _ALGORITHMS = (

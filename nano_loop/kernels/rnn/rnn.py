@@ -132,7 +132,7 @@ def _computed(of: Call) -> tuple[Tensor, ...] | None:
             return None
         algorithms = {TORCH: _by_torch, COMPILED: _by_layers}
         if layer.in_bf16:
-            is_faster = product.KERNEL.is_first_guess and of.multiplications >= MIN_MULTIPLICATIONS
+            is_faster = product.KERNEL.unavailable is None and of.multiplications >= MIN_MULTIPLICATIONS
             algorithms[REFERENCE] = _by_torch_in_fp32
         else:
             is_faster = is_faster_than_onednn(call)
