@@ -151,10 +151,7 @@ class Ranks:
         return self.local_size == self.size
 
     def group(self, members: Sequence[int], *, timeout: float | None = None) -> Ranks:
-        """Return this rank's view of a subset of ranks in ascending order, including this rank.
-
-        Messages use the numbers of the `members`. The timeout may be shorter than the run's.
-        """
+        """Return this rank's view of `members`, ranks in ascending order, which messages name by these numbers."""
         return Ranks(
             members.index(self.rank),
             len(members),
@@ -211,20 +208,14 @@ class Ranks:
         return [pickle.loads(data) for data in self.channel.exchange(cloudpickle.dumps(value), what or "gather")]
 
     def equalize_random_states(self, what: str, states: Sequence[object] = ()) -> None:
-        """Give torch's default generator rank 0's state, if ranks that share batches have others. Collective.
-
-        `states` are the `random_state` of each rank, if these have been exchanged already.
-        """
+        """Give torch's generator rank 0's state, if ranks that share batches have other `states`. Collective."""
         assert self.context.split is not None
         self.context.split.unequal_since = None
         if len({*(states or self.gather(random_state(), what))}) > 1:
             torch.set_rng_state(self.broadcast(torch.get_rng_state(), what=what))
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite strided CPU tensors, which are not quantized, in place with rank 0's. Collective.
-
-        Shapes and dtypes must match on every rank.
-        """
+        """Overwrite strided CPU tensors, not quantized and of the same shapes everywhere, with rank 0's. Collective."""
         if self.size == 1:
             return
         for tensor in tensors:
@@ -247,10 +238,7 @@ class Ranks:
             self.channel.exchange(b"", "barrier")
 
     def finish(self, work: Any) -> None:
-        """Wait for a torch collective started with ``async_op=True``.
-
-        Raises a `NanoError` if it is not finished within the timeout. `check` may raise other errors.
-        """
+        """Wait for a torch collective started with ``async_op=True``; raise a `NanoError` after the timeout."""
         deadline = time.monotonic() + self.timeout
 
         def check_others() -> None:

@@ -64,8 +64,7 @@ class Failure:
 def kind_of(error: BaseException) -> Kind:
     """Return whether an exception is a cause, or a consequence of another rank's end.
 
-    A connection lost by torch.distributed is a consequence; a connection of the user's, to a database or a closed
-    terminal, is a cause with the same message.
+    A lost connection of torch.distributed is one; of the user's, to a database, it is a cause with the same message.
     """
     if isinstance(error, RankLeftError):
         return Kind.LEFT
@@ -153,11 +152,7 @@ def _unpickled(content: bytes) -> BaseException | None:
 
 
 def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failure:
-    """Return the failure of a rank whose process ended without a report.
-
-    The `exitcode` is negative for a signal, and None if the launcher does not know it. `last_words` is the end of its
-    standard error.
-    """
+    """Return the failure of a rank whose process ended without a report; a negative `exitcode` is a signal."""
     advice = "See its previous output" if last_words else "Run the loop with num_processes=1 to find the cause"
     if exitcode is None or exitcode >= 0:
         code = "" if exitcode is None else f" with exit code {exitcode}"

@@ -40,11 +40,7 @@ _Mask = tuple[int, ...]  # the CPUs that a rank may use
 
 
 class External(Launcher):
-    """The ranks of an external launch, including this process: nothing is started, sent or watched.
-
-    The external launcher ends all of its processes if one of them fails. An existing process group of the user's is
-    used and kept.
-    """
+    """The ranks of an external launch, which nano_loop does not start or end; the user's process group is kept."""
 
     def __init__(self, options: Options, launch: Launch) -> None:
         super().__init__(options)
@@ -87,12 +83,9 @@ def join_run(
 ) -> Iterator[RankSlot]:
     """Join the other processes of a launch, however started, and divide this host among its ranks. Collective.
 
-    They meet in `store`, which no other run uses. None: in the user's process group, which is kept. The launcher may
-    already have restricted `machine`. Without `threads`, the ranks of a host divide its CPUs; with it, this process has
-    this number of compute threads and is not bound. For `check`, see `Ranks`, and for `address`, `process_group`.
-
-    By default, the ranks of a host watch each other, and files written by ranks other than 0 are private during the
-    run. A launcher that passes `parent` (see `common_folder`) handles both itself.
+    They meet in `store`, which no other run uses, or in the user's process group. Without `threads`, the ranks of a
+    host divide its CPUs; with it, this process has so many compute threads and is not bound. A launcher that passes
+    `parent` (see `common_folder`) watches the ranks and keeps their files private itself.
     """
     everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=check)
     gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)
@@ -151,10 +144,7 @@ def _shares(options: Options, machine: Machine, here: list[int], masks: list[_Ma
 
 
 def _undivided(machine: Machine, masks: list[_Mask], threads: int | None) -> Machine:
-    """Return the part of the machine for one of the ranks with these masks, if nano_loop binds none of them.
-
-    They share a quota, and also the cores if their masks are equal.
-    """
+    """Return the part of the machine for one of the ranks with these masks, which share a quota, and maybe cores."""
     if threads is not None:
         return replace(machine, quota=float(min(threads, machine.num_threads)))
     shared = machine.num_threads if all(mask == machine.allowed for mask in masks) else machine.quota
@@ -168,10 +158,7 @@ _INTERVAL = 0.2  # seconds between checks of the others
 
 @contextmanager
 def watching_each_other(ranks: Ranks, processes: Sequence[int]) -> Iterator[None]:
-    """Make every wait of a host's ranks detect that another rank's process has ended without leaving the run.
-
-    ``ranks.check`` then raises a `NanoWorkerError`. The process ids are by rank.
-    """
+    """Make waits of a host's ranks raise a `NanoWorkerError` if another rank's process ended without leaving."""
     launcher_s, looked = ranks.check, time.monotonic()
 
     def check() -> None:

@@ -34,10 +34,7 @@ Gather = Callable[[str], list[str]]
 
 
 def external_store(launch: Launch, environ: Mapping[str, str], timeout: float) -> Store:
-    """Return a store shared by all ranks of a launch, new for each run.
-
-    Raises a `NanoError` if the launcher does not specify where the ranks can meet.
-    """
+    """Return a store for all ranks of a launch, new for each run; raise a `NanoError` if its place is not known."""
     place = _meeting_place(launch, environ)
     # torchrun's agent runs the server; otherwise rank 0 does.
     serves = launch.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -139,11 +136,7 @@ def gather_in_group(ranks: Ranks) -> Gather:
 
 @contextmanager
 def common_folder(rank: int, gather: Gather, here: list[int], parent: Path | None = None) -> Iterator[Path]:
-    """Yield the private folder that the first rank of this host creates for all, with `BEGAN` in it. Collective.
-
-    `here` are the ranks of this host. The folder is created in `parent`, a private folder of this process, if it is
-    given.
-    """
+    """Yield the private folder that the first of the ranks `here` creates for all, in `parent` if given. Collective."""
     with _made(parent) if rank == here[0] else nullcontext() as made:
         folder = Path(gather(str(made or ""))[here[0]])
         refuse_foreign_folder(folder)

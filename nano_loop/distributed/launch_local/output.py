@@ -15,10 +15,7 @@ _STANDARD = 3  # lower descriptors are the standard streams, which C libraries w
 
 
 class Output:
-    """One stream of another process, whose lines are shown on `stream` with a prefix, or discarded if that is None.
-
-    The owner of the descriptor, a non-blocking pipe, closes it.
-    """
+    """One stream of another process, a non-blocking pipe, whose lines are shown on `stream`, if any, with a prefix."""
 
     def __init__(self, descriptor: int, stream: Any, prefix: str) -> None:
         self.descriptor = descriptor
@@ -79,10 +76,7 @@ def _shortened(line: str) -> str:
 
 @contextlib.contextmanager
 def standard_streams_open() -> Iterator[None]:
-    """Open placeholders for standard streams that the caller has closed.
-
-    Otherwise, files opened in the body would get their descriptors, and output would be written to these files.
-    """
+    """Open placeholders for closed standard streams, so that no file gets their descriptors, and the output."""
     with contextlib.ExitStack() as stack:
         while (descriptor := os.open(os.devnull, os.O_RDWR)) < _STANDARD:
             stack.callback(os.close, descriptor)

@@ -31,11 +31,7 @@ _FLAGS = (
 
 
 def origin_of(slot: RankSlot) -> dict[str, Any]:
-    """Return the start settings of the process that workers are forked from; different settings need a new process.
-
-    They are the command line and environment (except for volatile variables), the import path, the number of CPUs per
-    worker (read by OpenMP when it is loaded), and the inherited limits.
-    """
+    """Return the start settings of the process that workers are forked from; different settings need a new process."""
     environ = {name: value for name, value in environment_of(slot, os.environ).items() if name not in _VOLATILE}
     return {
         "command": command(),

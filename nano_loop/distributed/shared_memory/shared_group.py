@@ -58,10 +58,7 @@ _ProcessGroup: Any = distributed.ProcessGroup
 
 
 class SharedGroup(_ProcessGroup):  # type: ignore[misc]
-    """A torch process group between ranks of one host, under torch's name for it.
-
-    `channel` returns the ranks' channel, and is called at first use.
-    """
+    """A torch process group between ranks of one host, which opens its channel at first use."""
 
     def __init__(self, ranks: Ranks, channel: Callable[[], SharedChannel], name: str) -> None:
         super().__init__(ranks.rank, ranks.size)
@@ -245,10 +242,7 @@ def _name_of(operation: Any) -> str:
 
 
 def _reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the reduction of all ranks' tensors in rank order, bitwise identical on every rank.
-
-    It is computed in the memory of the first.
-    """
+    """Return the reduction in rank order, bitwise identical on every rank, in the memory of the first tensor."""
     total, *others = parts
     for other in others:
         _COMBINE[name](total, other)
