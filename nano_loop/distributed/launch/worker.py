@@ -113,7 +113,7 @@ def _set_mkldnn(enabled: bool, matmul_precision: str | None, precisions: dict[st
 
 @dataclass
 class Assignment:
-    """The work of a worker, as sent in the payload; slots may be known only once the ranks have joined."""
+    """The work of a worker, as sent in the payload; slots may only be known once the ranks have joined."""
 
     task: Task
     state: State
@@ -127,7 +127,7 @@ class Assignment:
 
 
 def write_payload(assignment: Assignment, folder: Path) -> int:
-    """Write `worker_init` and the assignment to the run's folder; return the bytes of large objects that were copied."""
+    """Write `worker_init` and the assignment to the run's folder; return the bytes of large objects copied."""
     worker_init = assignment.options.worker_init
     try:
         if worker_init is not None:
