@@ -170,10 +170,7 @@ def preload_options(function: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def _variables_of(options: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the environment variables of the options that have a value.
-
-    Invalid or contradicting values, and those that need more cores, raise an error here and not in the script.
-    """
+    """Return the variables of the options that have a value; raise an error here for those that a run refuses."""
     variables = {variable_of(name): text for name, text in options.items() if text is not None}
     _refuse_too_many_processes(Options.from_call({}, variables, flag_of))
     return variables
@@ -213,11 +210,9 @@ def _is_module(name: str) -> bool:
 def started(
     command: str, own: Mapping[str, Any], line: Sequence[str], environ: Mapping[str, str], **streams: Any
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], dict[str, Any] | None]]]:
-    """Start a script in which each Python process executes a command once it begins to train.
+    """Start a script in which each Python process executes a command, with `own` arguments, once it begins to train.
 
     Yields the process, which is killed on exit, and a function that returns the answer of the script, or None.
-    `command` and `own` are the command and its arguments. `line`, `environ` and `streams` are the command line of the
-    script, its environment, and arguments of `subprocess.Popen`.
     """
     # With /proc, the file is anonymous, so that a killed command leaves no file behind.
     is_named = not os.path.exists("/proc/self/fd")

@@ -281,10 +281,7 @@ def _takes_nothing(value: Callable[..., Any]) -> bool:
 
 
 def contradictions(values: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """Return a message for each contradiction between two options, given the valid options only.
-
-    `names` has the name that the user used for each option, such as its environment variable.
-    """
+    """Return a message for each contradiction between valid options, with the names that the user used for them."""
     problems = []
     shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1
     if count == "auto" and values.get("split_batches") is False:

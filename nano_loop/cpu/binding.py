@@ -26,11 +26,9 @@ _MOST_ROUNDS = 100
 def bound(cpus: Collection[int]) -> Iterator[None]:
     """Run the body with every thread of this process on `cpus`, the ids of logical CPUs.
 
-    Ids outside the cpuset are ignored if others are inside. On exit, the mask of each thread is restored, and threads
-    that were started in the body get the previous mask of the calling thread. A mask that the kernel rejects, because
-    the cpuset has shrunk, is not restored. The context has no effect if threads cannot be bound (macOS, no /proc).
-
-    Raises a `NanoError` if the kernel rejects the mask. All masks are restored first.
+    On exit, the mask of each thread is restored, and threads that were started in the body get the previous mask of the
+    calling thread. The context has no effect if threads cannot be bound (macOS, no /proc). Raises a `NanoError` if the
+    kernel rejects the mask.
     """
     if not _can_bind():
         yield

@@ -77,11 +77,9 @@ _modes: list[Ambient] = process_wide("ambient modes", [])
 
 
 class Ambient:
-    """Sets up the objects that a program trains with, in the scope of a run, until `close`.
+    """Sets up the objects that a program trains with, in the scope of a run, until `close`; see the module.
 
-    Models that are trained together are set up by one nested run, which lasts as long as they do. The report of the
-    run, which has been entered, lists the objects. `finds_models` is whether to set up models that were not passed to
-    `Run.setup`. Otherwise only loaders are set up.
+    Without `finds_models`, those passed to `Run.setup` are the models, and only loaders are set up.
     """
 
     def __init__(self, run: Run, *, finds_models: bool = True) -> None:

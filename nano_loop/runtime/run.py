@@ -193,10 +193,7 @@ class Run:
             self.end()
 
     def inner(self, step_types: Sequence[type[Step]] | None = None, **changes: Any) -> Run:
-        """Start and return a nested run with the same report. It lasts until it is exited.
-
-        Its steps are of the classes `step_types`, in order; by default, all. `changes` are options with changed values.
-        """
+        """Start and return a nested run with the same report and some options changed. It lasts until it is exited."""
         options = self.options.changed(changes) if changes else self.options
         return Run(
             Settings(options, self._active_slot.machine), slot=self._active_slot, outer=self, step_types=step_types

@@ -58,10 +58,7 @@ class RunReport:
         self.unmet = {entry[0]: entry for entry in unmet if self.unmet is None or entry[0] in self.unmet}
 
     def unmet_of(self, steps: Iterable[Step], *, are_errors: bool = False) -> Iterator[tuple[str, str, str]]:
-        """Yield the steps set to True that do not apply to any set-up object, with reasons and hints.
-
-        With `are_errors`, leave out those whose reason is harmless.
-        """
+        """Yield steps set to True that apply to no set-up object, with reasons, harmless ones unless `are_errors`."""
         results = [] if self.report is None else self.report.results
         in_use = {result.name for result in results if result.status != "skipped"}
         reasons = {result.name: result.detail for result in results}

@@ -29,9 +29,7 @@ class SteppedOptimizers:
     """Watches the first step of each optimizer in the scope of a run.
 
     In one process, this sets up an optimizer that trains a set-up model but was not set up. In several, the clock
-    counts its steps, since other ranks may not step it. `hint` says how to set up objects, and `apply` does it. `unmet`
-    is called at the first step of the run, and returns the options set to True that do not apply to any set-up object,
-    with reasons and hints.
+    counts its steps, since other ranks may not step it. `unmet` returns the options set to True that apply to nothing.
     """
 
     def __init__(

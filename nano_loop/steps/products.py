@@ -43,17 +43,12 @@ _PAYS, _WINS, ROUNDS = 1.03, 0.6, 16
 
 
 class _Kind(NamedTuple):
-    """A kind of products, which are computed in the same way.
+    """A kind of products, which are computed in the same way."""
 
-    `name` is a key of `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS`. `overrides` are the replacements of
-    torch's kernels only for this kind; LSTMs have none, since `fast_rnn` replaces theirs. `is_for` returns whether a
-    model may have large products of this kind. `kernel` is the kernel that is required to round to bf16, or None.
-    """
-
-    name: str
-    overrides: tuple[Override, ...]
-    is_for: Callable[[nn.Module], bool]
-    kernel: CompiledKernel | None = None
+    name: str  # a key of `MIN_MULTIPLICATIONS`
+    overrides: tuple[Override, ...]  # only for this kind; `fast_rnn` replaces those of LSTMs
+    is_for: Callable[[nn.Module], bool]  # whether a model may have large products of this kind
+    kernel: CompiledKernel | None = None  # that is required to round to bf16
 
 
 def _has_large_weights(model: nn.Module) -> bool:
@@ -91,12 +86,10 @@ def reason_against(options: Options, machine: Machine) -> SkipReason | None:
 class Products(Step):
     """Gives set-up models a `Policy` that rounds the inputs of fp32 products, and replaces the kernels.
 
-    Matrix products, convolutions, attention and LSTMs round their inputs to bf16 (all except LSTMs also to fp16), and
-    accumulate and return fp32. torch computes products that are too small to gain. Since a replacement takes some
-    microseconds to detect this, after some steps it no longer checks products that are smaller than all that round, and
-    torch's kernels are restored for kinds of which none rounds. Then steps alternate between fp32 and bf16, and if
-    fp32 is faster, all of torch's kernels are restored; later runs start in fp32. Steps that require a closure, as of
-    LBFGS, compute in fp32.
+    A replacement takes some microseconds to detect a product that is too small to gain. So after some steps it no
+    longer checks products that are smaller than all that round, and torch's kernels are restored for kinds of which
+    none rounds. Then steps alternate between fp32 and bf16, and if fp32 is faster, all are restored; later runs start
+    in fp32.
     """
 
     name = "precision"

@@ -25,11 +25,7 @@ _FIRST_SHARING = 4
 
 
 class TuneOperators(Step):
-    """Chooses algorithms for products, LSTMs, attention, gradients of convolutions, and operators on fp32 tensors.
-
-    The thresholds of `nano_loop.kernels`, which fit the CPUs on which they were measured, are only initial guesses.
-    Rank 0 measures, and all ranks use its choices.
-    """
+    """Chooses algorithms of operators by rank 0's measurements; thresholds of `nano_loop.kernels` are first guesses."""
 
     name = "tune_operators"
 

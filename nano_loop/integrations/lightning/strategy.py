@@ -239,11 +239,7 @@ class RunLauncher:
         self._strategy = strategy
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Run an entry point of the Trainer, and return its result in this process.
-
-        ``fit`` runs in all processes. The others run only in this one, with all cores, unless torchrun or a similar
-        launcher has started the processes: then they run in all.
-        """
+        """Run ``fit`` in all processes, and others only in this one with all cores, unless torchrun started them."""
         alone = trainer.state.fn != _FITTING and found_launch(os.environ) is None
         settings = self._strategy.settings(alone=alone)
         task = _EntryPoint(settings, trainer, function, args, kwargs)

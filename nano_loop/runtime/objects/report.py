@@ -63,10 +63,7 @@ class LastPrinted:
 
 
 class ReportPrinter:
-    """Prints the report of a run, except for lines that the previous run printed in the same place.
-
-    It updates the lines of the previous run.
-    """
+    """Prints the report of a run, except for lines that the previous run printed in the same place."""
 
     def __init__(self, printed: LastPrinted) -> None:
         self._printed = printed
@@ -100,10 +97,7 @@ def size(count: float) -> str:
 
 
 def print_lines(lines: Iterable[object]) -> None:
-    """Print lines to standard error, or in a notebook, which shows that as an error, to standard output.
-
-    All lines are one write. Without standard error, nothing is printed.
-    """
+    """Print lines as one write to standard error, or to standard output in a notebook, which shows errors in red."""
     is_notebook = type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
     stream = sys.stdout if is_notebook else sys.stderr
     if stream is not None:  # None in a program without a console
