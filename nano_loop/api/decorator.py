@@ -17,7 +17,7 @@ from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.distributed.payload.code_reductions import is_sent_by_name
 from nano_loop.errors import NanoConfigError, error_message
-from nano_loop.runtime.objects.report import LastPrinted, SetupReport
+from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.objects.training_objects import TrainingObjects, check_loop
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
@@ -150,7 +150,7 @@ def _decorated(function: Any, options: dict[str, Any], settings: Settings) -> An
     check_loop(function, _name(function))
     settings.prepare(function)
 
-    printed = LastPrinted()
+    printed: list[str] = []
 
     @functools.wraps(function)
     def accelerated(*args: Any, **kwargs: Any) -> Any:

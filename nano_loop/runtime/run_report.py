@@ -11,7 +11,7 @@ from nano_loop.config.options import Options
 from nano_loop.cpu import Machine, format_cpu_list
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.kernels.build import summary
-from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult
+from nano_loop.runtime.objects.report import ReportPrinter, SetupReport, StepResult
 from nano_loop.steps.step import Step
 from nano_loop.version import __version__
 
@@ -25,7 +25,7 @@ _MUCH = 100 << 20  # the report lists copies of arguments from this number of by
 class RunReport:
     """The report of a run and its nested runs, which rank 0 prints, except for lines that the previous run printed."""
 
-    def __init__(self, options: Options, printed: LastPrinted) -> None:
+    def __init__(self, options: Options, printed: list[str]) -> None:
         self.report: SetupReport | None = None  # None until something is added
         self._options = options
         self._printer = ReportPrinter(printed)

@@ -18,7 +18,7 @@ import torch
 
 from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches, random_state
-from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_message
+from nano_loop.errors import NanoWorkerError, RankLateError, error_message
 
 Value = TypeVar("Value")
 
@@ -143,7 +143,7 @@ class Ranks:
         self.folder: Final = folder
         self.context = RunContext() if context is None else context
         self.names: Final = names or range(size)
-        self._channel: Channel | None = None
+        self.channel: Channel = None  # type: ignore[assignment]  # until the ranks have joined
 
     @property
     def on_one_host(self) -> bool:
@@ -164,21 +164,7 @@ class Ranks:
     @property
     def have_joined(self) -> bool:
         """Whether the ranks can exchange values."""
-        return self._channel is not None
-
-    @property
-    def channel(self) -> Channel:
-        """The channel for values between the ranks; accessing it before the ranks have joined raises an error."""
-        if self._channel is None:
-            got = f"rank {self.rank} of {self.size} has no channel to the others"
-            raise NanoError(
-                error_message(got, "only ranks that have joined a run can exchange values", "Start a run first")
-            )
-        return self._channel
-
-    @channel.setter
-    def channel(self, channel: Channel | None) -> None:
-        self._channel = channel
+        return self.channel is not None
 
     @contextmanager
     def sharing_batches(self) -> Iterator[None]:

@@ -72,15 +72,6 @@ class Fingerprint(NamedTuple):
     is_undrawn: bool = False
     is_posted: bool = False  # whether the other ranks can read all gradients already; see `SharedMemoryTransport.post`
 
-    def pack(self) -> bytes:
-        """Return the fingerprint as bytes."""
-        return pickle.dumps(tuple(self))
-
-    @classmethod
-    def unpack(cls, content: bytes | bytearray) -> Fingerprint:
-        """Return a fingerprint from the result of `pack`."""
-        return cls(*pickle.loads(content))
-
 
 def refuse_divergence(fingerprints: list[Fingerprint], loop: Loop | None = None) -> None:
     """Raise a `NanoWorkerError` that names what differs, and between which ranks, if ranks of a loop have diverged."""
@@ -160,8 +151,8 @@ class Agreement:
             is_undrawn=split is not None and split.unequal_since == state,
             is_posted=is_posted,
         )
-        packed = self._ranks.channel.exchange(own_fingerprint.pack(), AVERAGING)
-        fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
+        packed = self._ranks.channel.exchange(pickle.dumps(own_fingerprint), AVERAGING)
+        fingerprints: list[Fingerprint] = [*map(pickle.loads, packed)]
         if split is not None and all(fingerprint.is_undrawn for fingerprint in fingerprints):
             self._ranks.equalize_random_states(AVERAGING, [fingerprint.random_state for fingerprint in fingerprints])
             fingerprints = [one._replace(random_state=fingerprints[0].random_state) for one in fingerprints]

@@ -87,19 +87,19 @@ def _raised_by_torch_distributed(traceback: TracebackType | None) -> bool:
 def raised(rank: int, error: BaseException, traceback: str, where: str = "") -> Failure:
     """Return the failure of a rank that raised; `where` is ``" in worker_init"`` if the loop did not raise."""
     if isinstance(error, RankLateError):
-        return Failure(rank, Kind.LATE, str(error), "", traceback=_shortened(traceback), late=error.rank)
+        return Failure(rank, Kind.LATE, str(error), "", traceback=shortened(traceback), late=error.rank)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         what = f"called sys.exit({'' if error.code is None else repr(error.code)}){where}"
         advice = f"Return from {'worker_init' if where else 'the loop on every rank'} instead"
         return Failure(rank, Kind.CAUSE, what, advice, exitcode=code, traceback=traceback)
     if isinstance(error, RankLeftError):
-        return Failure(rank, Kind.LEFT, str(error), "", traceback=_shortened(traceback))
+        return Failure(rank, Kind.LEFT, str(error), "", traceback=shortened(traceback))
     words = _words_of(error)
     text = f"{type(error).__name__}: {words}" if words else type(error).__name__
     what = "raised " + text.rstrip(".").partition("\n")[0] + where
     advice = _limit(error) or "Fix the error in its traceback"
-    return Failure(rank, kind_of(error), what, advice, traceback=_shortened(traceback))
+    return Failure(rank, kind_of(error), what, advice, traceback=shortened(traceback))
 
 
 def _limit(error: BaseException) -> str | None:
@@ -136,10 +136,10 @@ def _words_of(error: BaseException) -> str:
         return f"(its message raises {type(another).__name__})"
 
 
-def _shortened(traceback: str) -> str:
-    """Omit the middle of a very long traceback, which has a message of many megabytes."""
-    half = _LONGEST_TRACEBACK // 2
-    return traceback if len(traceback) <= 2 * half else f"{traceback[:half]}\n[...]\n{traceback[-half:]}"
+def shortened(text: str, most: int = _LONGEST_TRACEBACK) -> str:
+    """Omit the middle of a long text, such as a traceback with a message of many megabytes."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}[...]{text[-half:]}"
 
 
 def _unpickled(content: bytes) -> BaseException | None:

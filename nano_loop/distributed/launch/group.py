@@ -61,7 +61,7 @@ def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
         yield channel
         returned = True
     finally:
-        ranks.channel = ranks.context.waits = None
+        ranks.channel = ranks.context.waits = None  # type: ignore[assignment]
         channel.leave(returned=returned)
         if returned and shards().are_waiting:
             with suppress(NanoError):  # another rank has failed

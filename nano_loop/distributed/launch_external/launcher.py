@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,6 @@ from nano_loop.distributed.launch.shared_folder import folder_of_process, has_en
 from nano_loop.distributed.launch_external.environment import Launch, local_size
 from nano_loop.distributed.launch_external.rendezvous import (
     BEGAN,
-    Presence,
     common_folder,
     external_store,
     gather_at,
@@ -89,11 +89,11 @@ def join_run(
     """
     everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=check)
     gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)
-    own = Presence(this_host(), machine.allowed, os.getpid())
-    presences = [*map(Presence.from_text, gather(own.as_text()))]
-    members = by_host([presence.host for presence in presences])
+    own = json.dumps([this_host(), machine.allowed, os.getpid()])
+    hosts, cpus, processes = zip(*map(json.loads, gather(own)), strict=True)
+    members = by_host(hosts)
     here = next(ranks for ranks in members if launch.rank in ranks)
-    masks = [presences[rank].cpus for rank in here]
+    masks = [tuple(cpus[rank]) for rank in here]
     shares = _shares(options, machine, here, masks) if threads is None else ()
     share = shares[here.index(launch.rank)] if shares else None
     with ExitStack() as stack:
@@ -115,7 +115,7 @@ def join_run(
         backend = options.process_group_backend
         if ranks.folder is not None:
             if parent is None:
-                stack.enter_context(watching_each_other(ranks, [presence.process for presence in presences]))
+                stack.enter_context(watching_each_other(ranks, processes))
             local = shared_channel(ranks, ranks.folder) if store is None else local_group(ranks, backend)
             stack.enter_context(local)
         else:

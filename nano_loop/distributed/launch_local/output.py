@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from nano_loop.distributed.launch.failure import shortened
+
 _LAST_WORDS = 4000  # characters kept for a message
 _LONGEST_WORDS = 400  # per line there: faulthandler lists all extension modules at the end, in 10,000 characters
 _LONGEST_LINE = 1 << 16  # bytes; longer lines are shown in pieces
@@ -55,7 +57,7 @@ class Output:
     def _keep(self, text: str) -> None:
         """Keep the end of the output. Long lines are shortened, so that previous lines are kept."""
         lines = text[-_LONGEST_LINE:].splitlines(keepends=True)
-        self.last_words = (self.last_words + "".join(map(_shortened, lines)))[-_LAST_WORDS:]
+        self.last_words = (self.last_words + "".join(shortened(line, _LONGEST_WORDS) for line in lines))[-_LAST_WORDS:]
 
     def _show(self, text: str) -> None:
         self._keep(text)
@@ -66,12 +68,6 @@ class Output:
             self._stream.flush()
         except Exception:  # the caller's stream may be closed or a user's object: training must continue
             self._stream = None
-
-
-def _shortened(line: str) -> str:
-    """Omit the middle of a long line."""
-    half = _LONGEST_WORDS // 2
-    return line if len(line) <= 2 * half else f"{line[:half]}[...]{line[-half:]}"
 
 
 @contextlib.contextmanager

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from nano_loop.config.environment import is_exported
+from nano_loop.cpu.partition import BINDING_VARIABLES
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.folder import working_folder
 from nano_loop.distributed.launch_external.environment import without_launch
 
 #: Variables that would bind every process to the same CPUs, or make a worker wait at a prompt.
-NOT_FOR_WORKERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "PYTHONINSPECT")
+NOT_FOR_WORKERS = (*BINDING_VARIABLES, "PYTHONINSPECT")
 # They change between calls without affecting how Python or a library starts. torch._dynamo sets the last one on import,
 # and reads it for each compilation.
 _VOLATILE = ("PYTEST_CURRENT_TEST", "OLDPWD", "PWD", "SHLVL", "_", "TORCHINDUCTOR_CACHE_DIR")

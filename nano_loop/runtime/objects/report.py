@@ -55,17 +55,10 @@ class StepResult:
         return f"  {self.status}  {self.name:<{_NAME_WIDTH}}  {self.detail}"
 
 
-class LastPrinted:
-    """The lines that the last run of a function or an object printed, so that the next one prints only changes."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-
 class ReportPrinter:
-    """Prints the report of a run, except for lines that the previous run printed in the same place."""
+    """Prints the report of a run, except for lines that the previous run `printed` in the same place."""
 
-    def __init__(self, printed: LastPrinted) -> None:
+    def __init__(self, printed: list[str]) -> None:
         self._printed = printed
         self._lines: list[str] = []
         self._differs = False
@@ -74,10 +67,10 @@ class ReportPrinter:
         """Print the entries, unless the previous run printed them and all entries before them."""
         place = len(self._lines)
         self._lines += map(_without_measurement, entries)
-        self._differs = self._differs or self._printed.lines[place : len(self._lines)] != self._lines[place:]
+        self._differs = self._differs or self._printed[place : len(self._lines)] != self._lines[place:]
         if self._differs:
             print_lines(_lines_of(entries))
-            self._printed.lines = self._lines
+            self._printed[:] = self._lines
 
 
 def duration(seconds: float) -> str:
