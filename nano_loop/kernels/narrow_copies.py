@@ -148,11 +148,7 @@ def keeping(operator: str, names: Mapping[int, str], backward: str, only_for: in
 
 
 def keeping_result(operator: str, name: str, backward: str, reads: Callable[..., bool]) -> Override:
-    """Return an override of an operator that keeps its first tensor in bf16 if it is the rounded result of a product.
-
-    `reads` accepts the arguments of the operator, and returns whether its backward reads the tensor and the override of
-    `backward` supports it. See `keeping`.
-    """
+    """Return an override that keeps its first tensor in bf16 if that is a rounded product the backward `reads` so."""
 
     def compute(call: Call) -> Any:
         assert call.kernel is not None

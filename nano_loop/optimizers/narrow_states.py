@@ -31,10 +31,7 @@ def _wide(value: Tensor) -> Tensor:
 
 
 class NarrowStates(defaultdict[Any, Any]):
-    """An optimizer's ``state`` that becomes fp32, one tensor at a time, before a method returns any of it.
-
-    Copies and pickles have torch's class.
-    """
+    """An optimizer's ``state`` that becomes fp32, tensor by tensor, before a method returns any; copies are torch's."""
 
     is_narrow = True
 

@@ -202,10 +202,7 @@ def batch_norm(
     eps: float,
     exchange: Exchange | None = None,
 ) -> _Results | None:
-    """Compute ``aten::native_batch_norm`` with batch statistics, or return None if torch must.
-
-    If `exchange` is passed, `x` is a part of the batch.
-    """
+    """Compute ``aten::native_batch_norm`` of a batch, or of a part with `exchange`, or return None if torch must."""
     layout = layout_of(x)
     # All of these determine the dtype of the statistics.
     parameters = (weight, bias, running_mean, running_var)
@@ -352,10 +349,7 @@ OVERRIDES = tuple(
 
 
 def of_part(compute: _Compute, exchange: Exchange, *args: Any) -> _Results | None:
-    """Call `batch_norm` or `batch_norm_backward` for a part of a batch, if the model's rules allow it.
-
-    `exchange` is not called if torch must compute.
-    """
+    """Call a batch norm's function for a part of a batch, if the rules allow it, exchanging unless torch computes."""
     rules = rules_now()
     return attempt(compute, *args, exchange) if rules is not None and KERNEL.name in rules.kernels else None
 
