@@ -261,13 +261,7 @@ class TorchNano(OptionAttributes, RanksFabric):
         return self._nano_run
 
     def save(
-        self,
-        path: Any = None,
-        state: Any = None,
-        filter: Any = None,
-        *,
-        content: Any = None,
-        filepath: Any = None,
+        self, path: Any = None, state: Any = None, filter: Any = None, *, content: Any = None, filepath: Any = None
     ) -> None:
         """Save a checkpoint on rank 0. All ranks must call this method.
 

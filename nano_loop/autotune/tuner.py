@@ -76,12 +76,7 @@ class Race(NamedTuple):
 class Tuner:
     """Chooses among algorithms for one run, by earlier measurements and those for which the budget has time."""
 
-    def __init__(
-        self,
-        choices: Choices,
-        budget: Budget,
-        timer: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, choices: Choices, budget: Budget, timer: Callable[[], float] = time.perf_counter) -> None:
         self.use(choices)
         #: The seconds spent on measurements.
         self.spent = 0.0

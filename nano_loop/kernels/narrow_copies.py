@@ -28,12 +28,7 @@ from nano_loop.patching.optimizers import is_dense, lies_as
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import users
 from nano_loop.patching.torch_private import FLASH_KERNEL, base_of, has_saved_tensor_hooks, version
-from nano_loop.patching.torch_private_autograd import (
-    in_forward_mode,
-    replace_saved,
-    saved_output,
-    saves_output,
-)
+from nano_loop.patching.torch_private_autograd import in_forward_mode, replace_saved, saved_output, saves_output
 
 #: Minimum number of elements of a tensor. Below it, the memory is not worth the Python overhead.
 MIN_ELEMENTS = 1 << 18

@@ -135,13 +135,7 @@ def _named(*names: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     return lambda group: {name: group[name] for name in names}
 
 
-ADAM = Rule(
-    fused_adam,
-    _adam_by_rows,
-    _settings_of_adam,
-    lambda settings: ("exp_avg", "exp_avg_sq"),
-    True,
-)
+ADAM = Rule(fused_adam, _adam_by_rows, _settings_of_adam, lambda settings: ("exp_avg", "exp_avg_sq"), True)
 SGD = Rule(
     fused_sgd,
     _sgd_by_rows,

@@ -48,12 +48,7 @@ class ProductPolicy(Protocol):
 class Chooser(Protocol):
     """Chooses among the algorithms for a call: `nano_loop.autotune.race.Generation`."""
 
-    def algorithm(
-        self,
-        call: Any,
-        algorithms: Callable[[], Mapping[str, Callable[..., Any]]],
-        guess: str,
-    ) -> str:
+    def algorithm(self, call: Any, algorithms: Callable[[], Mapping[str, Callable[..., Any]]], guess: str) -> str:
         """Return the name of the algorithm."""
 
 

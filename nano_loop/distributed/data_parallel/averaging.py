@@ -41,13 +41,7 @@ from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwar
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.optimizers import (
-    called_after_steps,
-    called_before_steps,
-    closure_of,
-    held_by,
-    with_closure,
-)
+from nano_loop.patching.optimizers import called_after_steps, called_before_steps, closure_of, held_by, with_closure
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 from nano_loop.patching.torch_private_optimizers import is_profiling
 from nano_loop.patching.user_code import warn

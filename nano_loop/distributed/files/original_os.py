@@ -19,9 +19,7 @@ _NAMES = (
 
 #: The functions that a rank uses to access files directly. Not all exist on every system.
 original_os: Any = SimpleNamespace(
-    **{name: getattr(os, name) for name in _NAMES if hasattr(os, name)},
-    open_file=io.open,
-    rmtree=shutil.rmtree,
+    **{name: getattr(os, name) for name in _NAMES if hasattr(os, name)}, open_file=io.open, rmtree=shutil.rmtree
 )
 
 

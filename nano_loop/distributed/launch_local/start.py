@@ -34,13 +34,7 @@ _FLAGS = (
 def origin_of(slot: RankSlot) -> dict[str, Any]:
     """Return the start settings of the process that workers are forked from; different settings need a new process."""
     environ = {name: value for name, value in environment_of(slot, os.environ).items() if name not in _VOLATILE}
-    return {
-        "command": command(),
-        "environ": environ,
-        "path": _path(),
-        "cpus": len(cpus_of(slot)),
-        "limits": _limits(),
-    }
+    return {"command": command(), "environ": environ, "path": _path(), "cpus": len(cpus_of(slot)), "limits": _limits()}
 
 
 def start_of(slot: RankSlot) -> dict[str, Any]:

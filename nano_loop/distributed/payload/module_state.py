@@ -29,13 +29,7 @@ from nano_loop.distributed.payload.places import (
     parts_of,
     set_contents,
 )
-from nano_loop.distributed.payload.reached_modules import (
-    NOT_COMPARED,
-    ReachedModules,
-    is_cache,
-    is_program,
-    package_of,
-)
+from nano_loop.distributed.payload.reached_modules import NOT_COMPARED, ReachedModules, is_cache, is_program, package_of
 from nano_loop.patching.attributes import defined_in
 
 #: Maximum size in bytes of a module attribute that is sent.

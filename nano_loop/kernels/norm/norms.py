@@ -328,9 +328,7 @@ OVERRIDES = tuple(
         (
             Algorithm(COMPILED, functools.partial(_computed, compute), BF16, is_raced=False),
             Algorithm(
-                *("mixed", functools.partial(_computed, compute), override.FP32),
-                supports=_reads_copy,
-                is_raced=False,
+                *("mixed", functools.partial(_computed, compute), override.FP32), supports=_reads_copy, is_raced=False
             ),
             Algorithm(
                 *(COMPILED, functools.partial(_computed, compute), override.FP32),

@@ -176,11 +176,7 @@ def _forward(layer: Recurrence, tensors: Arguments, is_trained: bool) -> tuple[_
 
 
 def _backward(
-    layer: Recurrence,
-    tensors: Arguments,
-    kept: _Kept,
-    gradients: Sequence[Tensor | None],
-    needs: Sequence[bool],
+    layer: Recurrence, tensors: Arguments, kept: _Kept, gradients: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of all arguments that require one."""
     inputs, input_weight, hidden_weight, _, _, state, cells = tensors
