@@ -107,7 +107,7 @@ FILES_THAT_MAY_IMPORT = {
 # A budget is raised in a separate commit, which states what mechanism was replaced, and by how much.
 BUDGETS = {
     "": 425,
-    "api": 1_325,
+    "api": 1_300,
     "cli": 2_225,  # 2_100 is the goal
     "integrations": 1_400,
     "runtime": 2_400,  # 1_700 is the goal
@@ -115,7 +115,7 @@ BUDGETS = {
     "policy": 125,
     "kernels": 11_625,  # 9_600 is the goal
     "autotune": 600,
-    "optimizers": 1_000,  # 600 is the goal
+    "optimizers": 975,  # 600 is the goal
     "patching": 3_075,  # 2_950 is the goal
     "precision": 1_725,
     "data": 1_325,

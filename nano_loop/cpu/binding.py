@@ -30,7 +30,8 @@ def bound(cpus: Collection[int]) -> Iterator[None]:
     calling thread. The context has no effect if threads cannot be bound (macOS, no /proc). Raises a `NanoError` if the
     kernel rejects the mask.
     """
-    if not _can_bind():
+    # If /proc belongs to another PID namespace, its ids are those of other processes' threads.
+    if not (hasattr(os, "sched_setaffinity") and (_TASKS / str(threading.get_native_id())).is_dir()):
         yield
         return
     own = os.sched_getaffinity(0)
@@ -40,11 +41,6 @@ def bound(cpus: Collection[int]) -> Iterator[None]:
         yield
     finally:
         _put_back(masks, own)
-
-
-def _can_bind() -> bool:
-    # If /proc belongs to another PID namespace, its ids are those of other processes' threads.
-    return hasattr(os, "sched_setaffinity") and (_TASKS / str(threading.get_native_id())).is_dir()
 
 
 def _masks() -> dict[int, set[int]]:

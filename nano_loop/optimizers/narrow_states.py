@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from nano_loop.patching.nested_tensors import map_tensors
@@ -23,11 +22,7 @@ from nano_loop.patching.torch_private import below_torch_functions
 
 def in_fp32(state: Any) -> Any:
     """Return states with their bf16 tensors in fp32."""
-    return map_tensors(_wide, state)
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.float() if value.dtype is torch.bfloat16 else value
+    return map_tensors(lambda value: value.float() if value.dtype is torch.bfloat16 else value, state)
 
 
 class NarrowStates(defaultdict[Any, Any]):

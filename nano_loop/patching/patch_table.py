@@ -74,13 +74,9 @@ def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value
                 change.context.__exit__(None, None, None)
 
 
-def _no_listeners() -> AbstractContextManager[list[Any]]:
-    return nullcontext([])
-
-
 @contextmanager
 def listening(
-    key: Hashable, listener: Any, make: Callable[[], AbstractContextManager[list[Any]]] = _no_listeners
+    key: Hashable, listener: Any, make: Callable[[], AbstractContextManager[list[Any]]] = lambda: nullcontext([])
 ) -> Iterator[None]:
     """Add a listener to the list that is the value of a change; the default change only holds the list."""
     with shared_change(key, make) as listeners:

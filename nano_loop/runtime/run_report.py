@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from nano_loop.config.options import Options
-from nano_loop.cpu import Machine, format_cpu_list
+from nano_loop.cpu import format_cpu_list
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.kernels.build import summary
 from nano_loop.runtime.objects.report import ReportPrinter, SetupReport, StepResult
@@ -98,16 +98,13 @@ def _title(slot: RankSlot) -> str:
     used = ", ".join(format_cpu_list(cpus) for cpus in ranks.shares or [machine.allowed])
     threads = torch.get_num_threads()
     hosts = "" if ranks.on_one_host else f", {ranks.local_size} on this host"
+    bf16 = (name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in machine.instruction_sets)
     parts = [
         f"nano_loop {__version__}",
         f"{ranks.size} process{'es' if ranks.size > 1 else ''}{hosts} × {threads} thread{'s' if threads > 1 else ''}",
         f"CPUs {used} of {len(machine.logical_cpus)}{quota}",
-        ", ".join([machine.name, *_bf16_instructions(machine)]),
+        ", ".join([machine.name, *bf16]),
         summary(),
         *([f"{slot.copied / (1 << 30):.1f} GiB of arguments copied"] if slot.copied >= _MUCH else []),
     ]
     return " · ".join(parts)
-
-
-def _bf16_instructions(machine: Machine) -> list[str]:
-    return [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in machine.instruction_sets]

@@ -126,7 +126,8 @@ class Products(Step):
             return reason
         if self._all_round is False:
             return SkipReason("other_ranks", "fp32, as on a rank that cannot round")
-        if parts.models and not any(map(_has_fp32, parts.models)):
+        dtypes = {parameter.dtype for model in parts.models for parameter in parameters_of(model)}
+        if parts.models and torch.float32 not in dtypes:
             return SkipReason("not_fp32", "the model has no parameters in fp32")
         if not any(kind.is_for(model) for model in parts.models for kind in _KINDS):
             return SkipReason("too_small", "fp32, since no layer is large enough for rounding")
@@ -237,7 +238,3 @@ class Products(Step):
         else:
             why = SkipReason("too_small", "no product is large enough")
         return StepResult(self.name, "measured", f"fp32 for {names}: {why.detail}", code=why.code)
-
-
-def _has_fp32(model: nn.Module) -> bool:
-    return any(parameter.dtype is torch.float32 for parameter in parameters_of(model))
