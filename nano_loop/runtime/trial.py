@@ -23,8 +23,7 @@ from nano_loop.cpu.process import Waits, is_busy, unsure
 from nano_loop.patching.optimizers import held_by
 from nano_loop.patching.patch_table import shared_change, users
 
-#: The minimum speed-up of the other setting, by medians, and the slowdown of a step that triggers another
-#: measurement.
+#: The minimum speed-up of the other setting, by medians, and a step's slowdown that triggers another measurement.
 PAYS, AGAIN = 1.1, 2.0
 #: The minimum and maximum number of rounds, and the number of steps that determine the usual step time.
 _LEAST, _MOST, _USUAL = 3, 8, 9

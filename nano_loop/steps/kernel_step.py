@@ -17,8 +17,7 @@ from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
-#: At this optimizer step, and at each doubling, torch's kernels are restored if no call used a replacement since the
-#: previous check.
+#: At this optimizer step, and each doubling, torch's kernels are restored if no call used a replacement since the last.
 LOOKS_FROM = 8
 
 

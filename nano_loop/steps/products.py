@@ -35,8 +35,7 @@ from nano_loop.steps.step import SkipReason, Step
 #: Minimum number of elements of a weight. For smaller ones, the overhead of the replacement outweighs the gain.
 SMALLEST_WEIGHT = 1 << 15
 _MATRIX = 2
-#: The optimizer steps between which we observe which products round, after most measurements of the tuner. Large
-#: products that were not measured by then round.
+#: The optimizer steps between which we observe which products round; large ones that were not measured by then round.
 _WATCHES_FROM, LEARNS_AT = 24, 32
 #: See `StepTrial`.
 _PAYS, _WINS, ROUNDS = 1.03, 0.6, 16

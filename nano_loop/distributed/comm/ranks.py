@@ -73,8 +73,7 @@ class ShardingState:
     undivided: bool = False  # whether all ranks computed the same when they last compared; the same on all ranks
     whole: bool = False  # whether all ranks received the latest batch
     implicit_loaders: bool = False  # whether a loader that was not set up was divided
-    #: Data sets with different items on different ranks, which each rank therefore iterated in full: by name, whether
-    #: items of one rank also appeared on another.
+    #: Data sets that each rank iterated in full, as ranks have other items: by name, whether two ranks had the same.
     own_shares: dict[str, bool] = field(default_factory=dict)
 
 
@@ -85,8 +84,7 @@ class RunContext:
     loop: Loop = field(default_factory=Loop)
     #: A separate process group of all ranks on several hosts for gradients, concurrent with values; None on one host.
     gradient_group: Any = None
-    #: The `nano_loop.distributed.shared_memory.deadlocks.Waits`, which detects ranks that wait for each other; None
-    #: across hosts.
+    #: The `shared_memory.deadlocks.Waits`, which detects ranks that wait for each other; None across hosts.
     waits: Any = None
     #: Called on all ranks after gradients have been averaged, with the number of averagings so far.
     after_averaging: list[Callable[[int], None]] = field(default_factory=list)
@@ -268,8 +266,7 @@ def wait_until(done: Callable[[], bool], check: Callable[[], None]) -> None:
             try:
                 check()
             except NanoWorkerError:
-                # A rank that failed may have sent the result since `done` was last called. Using it may lead to a more
-                # specific error than that the rank failed, which the next wait raises anyway.
+                # A failed rank may have sent the result since, which may lead to a more specific error.
                 if not done():
                     raise
                 return

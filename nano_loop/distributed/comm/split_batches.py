@@ -99,8 +99,7 @@ class SplitBatches:
     batches: int = 0  # delivered so far
     draws: int = 0  # of random numbers since the last batch
     checksum: int = 0  # of the sizes and indices of all these batches, which are the same on all ranks
-    #: The `random_state` at the last delivery, until the ranks have checked that it is equal on all: a single rank may
-    #: have evaluated before.
+    #: The `random_state` at the last delivery, until ranks have checked that all have it: one may have evaluated.
     unequal_since: int | None = None
     libraries: int | None = None  # a checksum of the states of `random` and NumPy at the last delivery, if taken
     draws_several_rows: bool = False  # whether a draw has had several rows for each sample

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Sequence, Set
 
 import torch
 
-#: The largest relative differences of the norm of all gradients, and of losses; in bf16; and of models in fp64, which
-#: may compute parts in fp32.
+#: The largest relative differences of the norm of all gradients, and of losses; in bf16; and in fp64, with fp32 parts.
 TOLERANCE, ROUNDED, DOUBLE = 1e-3, 2e-2, 1e-6
 _SAME_LOSSES = {TOLERANCE: 1e-5, ROUNDED: ROUNDED, DOUBLE: 1e-10}
 _OF_ALL = 1e-2  # of the tolerance: differences that are smaller, relative to all gradients, do not count

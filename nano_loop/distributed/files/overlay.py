@@ -37,14 +37,12 @@ class Overlay:
     rank: int  # the owner of the files
     shards: Shards  # the private files that belong to the caller
     temporary: str  # a folder for temporary files, which are real
-    #: The start of the run in ns, by the file system clock. Files of the caller that changed since then were changed by
-    #: rank 0.
+    #: The start of the run in ns, by the file system clock: rank 0 has changed the caller's files that changed later.
     since: int
 
     def __init__(self) -> None:
         self.databases: set[str] = set()  # those of the caller that were opened read-only
-        #: A thread that is exempt from the kernel's restrictions on the other threads: it can write to the caller's
-        #: pipes.
+        #: A thread that the kernel does not restrict, unlike the others: it can write to the caller's pipes.
         self.outside: Executor | None = None
         self.end()
 

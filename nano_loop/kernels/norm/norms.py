@@ -155,8 +155,7 @@ KERNEL = CompiledKernel(
 )
 _MANY_CHANNELS, _MANY_PIXELS = 512, 128
 _TRAINING = 4  # index of `training` after the input of a batch norm
-#: By function name: whether a norm of fp32 tensors may be at least 1.1 times as fast as torch's kernel, given its
-#: arguments.
+#: By function name: whether a norm of fp32 tensors may be 1.1 times as fast as torch's kernel, given its arguments.
 _FASTER_IN_FP32: Mapping[str, Callable[..., bool]] = {
     "batch_norm": lambda x, *others: others[_TRAINING] and (x.is_contiguous() or x.size(1) <= _MANY_CHANNELS),
     "batch_norm_backward": lambda _, x, *others: x.is_contiguous(),

@@ -85,8 +85,7 @@ class TrainingObjects:
     #: Changed in place. A wrapper of optimizers is replaced by its inner optimizers.
     optimizers: list[Optimizer] = field(default_factory=list)
     loaders: list[DataLoader[Any]] = field(default_factory=list)  # they keep their class and attributes
-    #: Whether the batches are always (True) or never (False) sharded among the ranks. None: depends on the models'
-    #: mode.
+    #: Whether the batches are always or never sharded among the ranks. None: depends on the models' mode.
     shard: bool | None = None
 
     def __post_init__(self) -> None:
