@@ -616,7 +616,7 @@ FAULTS = (
     ),
     Fault(
         "runtime/objects/report.py",
-        "            self._printed.lines = self._lines\n",
+        "            self._printed[:] = self._lines\n",
         "            pass\n",
         "tests/runtime/test_report.py tests/api/test_decorator.py",
     ),

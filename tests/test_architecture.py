@@ -107,23 +107,23 @@ FILES_THAT_MAY_IMPORT = {
 # A budget is raised in a separate commit, which states what mechanism was replaced, and by how much.
 BUDGETS = {
     "": 425,
-    "api": 1_325,
-    "cli": 2_300,  # 2_100 is the goal
-    "integrations": 1_425,
-    "runtime": 2_475,  # 1_700 is the goal
-    "steps": 4_300,  # 3_300 is the goal
+    "api": 1_300,
+    "cli": 2_225,  # 2_100 is the goal
+    "integrations": 1_400,
+    "runtime": 2_400,  # 1_700 is the goal
+    "steps": 4_200,  # 3_300 is the goal
     "policy": 125,
-    "kernels": 11_800,  # 9_600 is the goal
-    "autotune": 625,
-    "optimizers": 1_025,  # 600 is the goal
-    "patching": 3_125,  # 2_950 is the goal
-    "precision": 1_750,
-    "data": 1_350,
-    "distributed": 13_200,  # 9_800 is the goal
+    "kernels": 11_625,  # 9_600 is the goal
+    "autotune": 600,
+    "optimizers": 975,  # 600 is the goal
+    "patching": 3_075,  # 2_950 is the goal
+    "precision": 1_725,
+    "data": 1_325,
+    "distributed": 12_525,  # 9_800 is the goal
     "profiling": 350,  # 300 is the goal
-    "config": 1_475,  # 1_300 is the goal
-    "cpu": 1_175,
-    "storage": 350,
+    "config": 1_425,  # 1_300 is the goal
+    "cpu": 1_125,
+    "storage": 325,
 }
 LONGEST = 400  # lines of a file in Python
 #: The number of state objects that all modules together may keep.

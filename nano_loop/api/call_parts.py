@@ -111,7 +111,7 @@ def variables_around(function: Callable[..., Any]) -> dict[str, Any]:
     start = code_run_by(function)
     functions = walk([start] if isinstance(start, FunctionType) else [], _functions_around)
     around = [variable for reached in functions for variable in _around(reached).items()]
-    return {name: value for name, value in around if _has_parts(value)}
+    return {name: value for name, value in around if any(True for _ in find(_KINDS, value))}
 
 
 def code_run_by(function: Any) -> Any:
@@ -120,10 +120,6 @@ def code_run_by(function: Any) -> Any:
         function = function.func
     function = inspect.unwrap(getattr(function, "__func__", function))
     return function if inspect.isroutine(function) else inspect.unwrap(type(function).__call__)
-
-
-def _has_parts(value: Any) -> bool:
-    return any(True for _ in find(_KINDS, value))
 
 
 def _functions_around(function: FunctionType) -> Iterator[FunctionType]:

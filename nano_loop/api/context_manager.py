@@ -22,11 +22,11 @@ from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.patching.patch_table import until_undone
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.ambient import Ambient
-from nano_loop.runtime.objects.report import LastPrinted, SetupReport, print_lines
+from nano_loop.runtime.objects.report import SetupReport, print_lines
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.settings import Settings
 
-_printed = LastPrinted()  # shared by all calls in this process, since a loop may call from one place many times
+_printed: list[str] = []  # shared by all calls in this process, since a loop may call from one place many times
 #: The run of `install`, kept after `uninstall`.
 _last: list[Run] = []
 

@@ -11,13 +11,12 @@ from typing_extensions import override
 
 from nano_loop.api.call_parts import arguments_of, code_run_by, owner_of, parts_in, variables_around
 from nano_loop.config.declarations import NanoDeclarations
-from nano_loop.config.options import Options
 from nano_loop.config.signatures import named, takes, with_options
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.distributed.payload.code_reductions import is_sent_by_name
 from nano_loop.errors import NanoConfigError, error_message
-from nano_loop.runtime.objects.report import LastPrinted, SetupReport
+from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.objects.training_objects import TrainingObjects, check_loop
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
@@ -150,7 +149,7 @@ def _decorated(function: Any, options: dict[str, Any], settings: Settings) -> An
     check_loop(function, _name(function))
     settings.prepare(function)
 
-    printed = LastPrinted()
+    printed: list[str] = []
 
     @functools.wraps(function)
     def accelerated(*args: Any, **kwargs: Any) -> Any:
@@ -178,16 +177,12 @@ def _parts_and_names(
     if parts is None:
         raise NanoConfigError(_without_model(got, function))
     code = code_run_by(function)
-    if around and _starts_workers(settings.options) and is_sent_by_name(code):
+    if around and settings.options.processes > 1 and found_launch(os.environ) is None and is_sent_by_name(code):
         got = f"{got} uses the global variable{'s' * (len(around) > 1)} {', '.join(around)}"
         expected = f"worker processes import {code.__module__} again, and would train different objects"
         advice = f"Pass them as arguments: def {code.__name__}({', '.join([*arguments, *around])})"
         raise NanoConfigError(error_message(got, expected, advice))
     return parts, {**arguments, **around, _name(function): function}
-
-
-def _starts_workers(options: Options) -> bool:
-    return options.processes > 1 and found_launch(os.environ) is None
 
 
 def _without_model(got: str, function: Callable[..., Any]) -> str:

@@ -22,7 +22,7 @@ from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.cuda_calls import is_cuda_patched
 from nano_loop.integrations.fabric import RanksFabric
-from nano_loop.runtime.objects.report import LastPrinted, SetupReport
+from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.objects.training_objects import TrainingObjects, check_kinds, check_loop
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import OptionAttributes, Settings
@@ -94,7 +94,7 @@ class TorchNano(OptionAttributes, RanksFabric):
         self._nano_settings = Settings.read(named("TorchNano", args, others))
         self._nano_run: Run | None = None
         self._nano_report: SetupReport | None = None
-        self._nano_printed = LastPrinted()
+        self._nano_printed: list[str] = []
         self._nano_settings.prepare(type(self))
         self._set_up_fabric()
 
@@ -261,13 +261,7 @@ class TorchNano(OptionAttributes, RanksFabric):
         return self._nano_run
 
     def save(
-        self,
-        path: Any = None,
-        state: Any = None,
-        filter: Any = None,
-        *,
-        content: Any = None,
-        filepath: Any = None,
+        self, path: Any = None, state: Any = None, filter: Any = None, *, content: Any = None, filepath: Any = None
     ) -> None:
         """Save a checkpoint on rank 0. All ranks must call this method.
 

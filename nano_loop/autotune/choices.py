@@ -22,10 +22,7 @@ _FORMAT = 6
 
 
 class Choice(NamedTuple):
-    """The fastest algorithm for one key, and `guess`, the default one, which is used without a measurement.
-
-    `milliseconds` has the shortest time of each algorithm whose measurement finished, by name.
-    """
+    """The fastest algorithm for one key, the default one, and the shortest times of those that were measured."""
 
     algorithm: str
     guess: str
@@ -40,10 +37,7 @@ class Choice(NamedTuple):
 
 
 class Choices:
-    """Choices by key, stored in a file unless `path` is None.
-
-    The file is read immediately. A damaged file counts as empty.
-    """
+    """Choices by key, read from a file unless `path` is None; a damaged one counts as empty."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = JsonFile(path, _FORMAT)
@@ -75,11 +69,7 @@ class Choices:
             return dict(self._choices)
 
     def save(self, is_busy: bool = False) -> None:
-        """Write the new choices to the file, in addition to those that other processes have written in the meantime.
-
-        Write errors are ignored: the next run measures again. If other programs used the CPUs in the meantime
-        (`is_busy`), the choices apply to this run only.
-        """
+        """Add the new choices to the file, if possible and unless other programs used the CPUs (`is_busy`)."""
         with self._lock:
             new, self._new = self._new, {}
             if is_busy:
@@ -99,10 +89,7 @@ _opened: dict[tuple[Path | None, str], Choices] = {}  # by folder and file name
 
 
 def choices_for(machine: Machine, threads: int | None = None) -> Choices:
-    """Return the choices for this processor, these versions, and a number of threads, by default torch's current one.
-
-    0 is for choices that do not depend on it. The file is read once per process, even with one run per epoch.
-    """
+    """Return the process's choices for this processor, these versions, and torch's threads; 0 for any number."""
     name = f"operators-{_key(machine, torch.get_num_threads() if threads is None else threads)}.json"
     place = cache_path(), name
     if place not in _opened:

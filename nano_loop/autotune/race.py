@@ -80,10 +80,7 @@ def layout(tensor: Tensor) -> str:
 
 
 def race_of(call: Call, algorithms: Mapping[str, Compute]) -> Race | None:
-    """Return the race between the algorithms of a call, or None if it should not be measured.
-
-    The algorithms compute from tensors that share the call's memory, without visible side effects.
-    """
+    """Return the race between the algorithms of a call, which share its memory, or None if it is not to be measured."""
     timed = call.timed(call) if call.timed is not None else call if call.is_measurable else None
     if timed is None:
         return None

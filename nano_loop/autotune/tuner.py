@@ -18,21 +18,14 @@ STEPS, SHARE = 1.8, 0.018
 
 
 class Budget:
-    """The time for all measurements in a run's thread: of operators, and of steps with other settings.
-
-    It starts with the third step: the first ones allocate memory and create kernels. Only rank 0 `measures`, for all
-    ranks.
-    """
+    """The time for measurements in a run's thread, from the third step on: the first allocate and create kernels."""
 
     def __init__(self, clock: StepClock, measures: bool = True) -> None:
         self.clock, self._measures = clock, measures
         self._spent = 0.0
 
     def left(self, in_advance: bool = True) -> float:
-        """Return the seconds that are left for measurements.
-
-        `in_advance` allows some steps' worth of time before the run's fraction reaches it.
-        """
+        """Return the seconds left for measurements, with some steps' worth `in_advance` of the run's fraction."""
         clock = self.clock
         if clock.steps < 2 or not self._measures or not clock.is_here:
             return 0.0
@@ -81,17 +74,9 @@ class Race(NamedTuple):
 
 
 class Tuner:
-    """Chooses among algorithms for one run. The budget decides whether there is time for another measurement.
+    """Chooses among algorithms for one run, by earlier measurements and those for which the budget has time."""
 
-    `choices` are the results of earlier measurements. `timer` returns the time in seconds.
-    """
-
-    def __init__(
-        self,
-        choices: Choices,
-        budget: Budget,
-        timer: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, choices: Choices, budget: Budget, timer: Callable[[], float] = time.perf_counter) -> None:
         self.use(choices)
         #: The seconds spent on measurements.
         self.spent = 0.0
@@ -117,11 +102,7 @@ class Tuner:
         self.threads = torch.get_num_threads()
 
     def choose(self, key: str, guess: str, race: Callable[[], Race]) -> str | None:
-        """Return the name of the chosen algorithm, or None if it is unknown, in which case `guess` should be used.
-
-        `key` describes everything that determines the fastest algorithm. `guess` is the default algorithm. `race`
-        returns the race to run if there is time for it.
-        """
+        """Return the algorithm for a key, or None, for the default `guess`; measure if there is time."""
         choice = self.choices.get(key)
         # Calls made by an algorithm during timing are measured where the loop makes them.
         is_usual = not self._is_measuring and self.threads == torch.get_num_threads()
@@ -210,10 +191,7 @@ def _is_faster(times: Sequence[float], of_beaten: Sequence[float], pays: float) 
 
 
 def _as_exact(race: Race, timer: Callable[[], float], seconds: float) -> dict[str, float] | None:
-    """Return the sufficiently accurate algorithms, including torch's, with the time of each one's first call.
-
-    None if that would take longer than `seconds`. Algorithms that raise, for example out of memory, are omitted.
-    """
+    """Return the accurate algorithms that do not raise, with times of first calls, or None if that takes too long."""
     begun = timer()
     of_torch, took = _tried(race.algorithms[race.torchs], timer)
     elapsed = {race.torchs: took}

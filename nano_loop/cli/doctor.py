@@ -33,10 +33,7 @@ _INSTRUCTION_SETS = {
 
 
 def diagnose(as_json: bool, styled: Callable[..., str]) -> tuple[str, int]:
-    """Return the text to print, and the exit code: 1 if a finding hurts, and 0 otherwise.
-
-    The text is JSON if `as_json`. `styled` returns a text with colours, with the signature of `click.style`.
-    """
+    """Return the text to print, in colours by `styled` as `click.style`, or JSON; and 1 if a finding hurts."""
     inspected = inspect_system()
     facts, findings = facts_of(inspected), findings_of(inspected)
     code = int(any(finding.hurts for finding in findings))

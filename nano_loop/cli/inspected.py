@@ -89,11 +89,7 @@ class Inspected:
 def inspect_system(
     root: Path | str = "/", environ: Mapping[str, str] = os.environ, host: Host | None = None
 ) -> Inspected:
-    """Return the facts about a machine and this process.
-
-    `root` is the folder that contains ``proc`` and ``sys``: ``/`` for the live machine, another one for a recorded
-    machine. `host` has the facts that are not in files. By default, they are queried from the system for ``/``.
-    """
+    """Return the facts about this process and a machine: the live one at ``/``, or one recorded at another root."""
     tree = Tree(root)
     is_live = Path(root) == Path("/")
     if host is None:
@@ -123,10 +119,7 @@ def installed() -> dict[str, str]:
 
 
 def inspect_kernels(environ: Mapping[str, str], instruction_sets: Collection[str]) -> Kernels | None:
-    """Return the kernels of a CPU with these instruction sets; None if ``NANO_LOOP_KERNELS`` has no allowed value.
-
-    If the package has none, a short test file is compiled and discarded.
-    """
+    """Return the kernels of a CPU, for whose lack a test file is compiled; None for an invalid choice of them."""
     try:
         level = chosen_level(kernels_choice(environ), instruction_sets)
         file, cache = library_name(OPENMP, level), cache_path()

@@ -17,10 +17,7 @@ _LONGEST = 400  # maximum characters of a line about arguments that are not opti
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name; by default, those of this process.
-
-    Returns the exit code: 0 for success, 1 if `doctor` has a finding that hurts, 2 for invalid input.
-    """
+    """Run the command that the arguments name; return 0, or 1 if `doctor`'s findings hurt, or 2 for invalid input."""
     arguments = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     _open_closed_streams()
     try:
@@ -56,10 +53,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams on the null device, so that files opened by a command do not get their descriptors.
-
-    In the script they are closed, as under ``python``: descriptors that Python opens are not inherited.
-    """
+    """Open closed standard streams on the null device, so that no file gets their descriptors; scripts inherit none."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

@@ -30,17 +30,8 @@ from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoConfigError, error_message
 
 _T = TypeVar("_T")
-#: The headings of the help, in order, and the options under each. The last one has all other options.
-GROUPS = {
-    "Options of nano_loop, which override the code's": "precision channels_last num_processes exact memory_limit",
-    "Precision": "bf16_ops fp32_ops optimizer_state frozen_dtype",
-    "Processes and threads": "num_threads cpu_for_each_process split_batches auto_lr distributed_backend "
-    "process_group_backend compare_parameters timeout",
-    "Loaders and images": "fast_fetch fast_images image_cache exact_images",
-    "Reports and checks": "verbose step_time log_casts verify",
-    "Kernels and memory, auto by default except --use-ipex and --compile": "",
-}
-_FIRST, *_ = GROUPS
+#: The options that the help lists first, with their full descriptions.
+_MOST_USED = ("precision", "channels_last", "num_processes", "exact", "memory_limit")
 
 
 def flag_of(option: str) -> str:
@@ -63,7 +54,7 @@ class NanoOption(click.Option):
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the entry in the help: the syntax and a short description."""
         (flag,), text = self.opts, self.help or ""
-        if self.name not in GROUPS[_FIRST].split():
+        if self.name not in _MOST_USED:
             text = re.split(r"[.:;] ", text)[0].removesuffix(".") + "."
         text = text.replace("`", "")  # of Markdown
         default = {True: "on", "32": 32}.get(DEFAULTS[self.name], DEFAULTS[self.name])
@@ -88,7 +79,7 @@ class NanoCommand(click.Command):
 
 
 class ScriptCommand(NanoCommand):
-    """A command that runs a script. Its help shows nano_loop's options in groups, after those of the command."""
+    """A command that runs a script. Its help shows nano_loop's options after those of the command."""
 
     allow_interspersed_args = False
 
@@ -103,17 +94,13 @@ class ScriptCommand(NanoCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options of the command, then those of nano_loop in groups."""
+        """Write the options of the command, then those of nano_loop, the most used first."""
         options = {str(option.name): option for option in self.get_params(ctx) if isinstance(option, click.Option)}
-        named = {name for names in GROUPS.values() for name in names.split()}
-        of_nano = [name for name, option in options.items() if isinstance(option, NanoOption)]
-        groups = {"Options": [name for name in options if name not in of_nano]}
-        others = [name for name in of_nano if name not in named]
-        groups |= {heading: names.split() or others for heading, names in GROUPS.items()}
-        for heading, names in groups.items():
-            records = [record for name in names if (record := options[name].get_help_record(ctx)) is not None]
+        ordered = [options[name] for name in dict.fromkeys((*_MOST_USED, *options))]
+        for heading, is_nanos in (("Options", False), ("Options of nano_loop, which override the code's", True)):
+            shown = [option for option in ordered if isinstance(option, NanoOption) is is_nanos]
             with formatter.section(heading):
-                formatter.write_dl(records)
+                formatter.write_dl([record for option in shown if (record := option.get_help_record(ctx)) is not None])
         formatter.write_paragraph()
         formatter.write_text("help(nano_loop.nano) shows the full description of each option.")
 
@@ -170,10 +157,7 @@ def preload_options(function: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def _variables_of(options: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the environment variables of the options that have a value.
-
-    Invalid or contradicting values, and those that need more cores, raise an error here and not in the script.
-    """
+    """Return the variables of the options that have a value; raise an error here for those that a run refuses."""
     variables = {variable_of(name): text for name, text in options.items() if text is not None}
     _refuse_too_many_processes(Options.from_call({}, variables, flag_of))
     return variables
@@ -213,11 +197,9 @@ def _is_module(name: str) -> bool:
 def started(
     command: str, own: Mapping[str, Any], line: Sequence[str], environ: Mapping[str, str], **streams: Any
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], dict[str, Any] | None]]]:
-    """Start a script in which each Python process executes a command once it begins to train.
+    """Start a script in which each Python process executes a command, with `own` arguments, once it begins to train.
 
     Yields the process, which is killed on exit, and a function that returns the answer of the script, or None.
-    `command` and `own` are the command and its arguments. `line`, `environ` and `streams` are the command line of the
-    script, its environment, and arguments of `subprocess.Popen`.
     """
     # With /proc, the file is anonymous, so that a killed command leaves no file behind.
     is_named = not os.path.exists("/proc/self/fd")

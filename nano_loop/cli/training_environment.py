@@ -52,13 +52,10 @@ def training_environment(
     *,
     installs: bool = False,
 ) -> TrainingEnvironment:
-    """Return the variables for training on a machine. A variable that is already set is kept.
+    """Return the variables for training on a machine; those set before, in `environ`, are kept.
 
-    `environ` is the environment before `nano-loop env` has exported anything. `preload` are names in `PRELOADS`, whose
-    libraries are put before those in ``LD_PRELOAD``. `root` is the folder of the system's libraries. `installs` is
-    whether each Python process accelerates its training.
-
-    Raises a `NanoConfigError` if a library was not found, or another allocator is preloaded.
+    `preload` are names in `PRELOADS`. Raises a `NanoConfigError` if a library is not found, or another allocator is
+    preloaded.
     """
     made = TrainingEnvironment()
     made.set("OMP_NUM_THREADS", str(machine.num_threads), environ)
@@ -87,10 +84,7 @@ def exported(environ: Mapping[str, str], made: TrainingEnvironment) -> dict[str,
 
 
 def before_exports(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment as it was before `exported`.
-
-    Raises a `NanoConfigError` if the stored values are damaged.
-    """
+    """Return the environment as it was before `exported`; raise a `NanoConfigError` if what it stored is damaged."""
     before = {name: value for name, value in environ.items() if name != EXPORTS}
     for name, value in read_exports(environ).before.items():
         if value is None:
@@ -139,12 +133,10 @@ def preloaded(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def find_library(stem: str, environ: Mapping[str, str], prefix: str, root: Path | str = "/") -> str | None:
-    """Return the absolute path of a library, or None. `stem` is its name up to ``.so``, such as ``libjemalloc``.
+    """Return the absolute path of a library such as ``libjemalloc``, or None.
 
     The search begins in `prefix`, the folder of this Python's environment, since pip and conda install libraries there.
-    It continues in ``LD_LIBRARY_PATH`` and ``CONDA_PREFIX`` of `environ`. Relative folders are omitted, since they
-    would resolve differently from another working folder. `root` is the root of the system's folders: ``/`` on a live
-    machine.
+    Relative folders are omitted: they resolve differently from another working folder.
     """
     tops = ("usr/local/lib", "usr/lib64", "usr/lib", "lib64", "lib")
     folders = [Path(prefix, "lib")]

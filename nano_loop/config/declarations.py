@@ -16,15 +16,11 @@ from nano_loop.config.precisions import PRECISIONS, PrecisionName
 
 
 class Need(NamedTuple):
-    """A condition for an option to have an effect. If it is not met, an option set by the program is an error.
+    """A condition for an option to have an effect. If it is not met, an option set by the program is an error."""
 
-    `of` is the option that it depends on. `is_met` is called with the values of all options, and "cpus", the number of
-    CPUs of the host. `expected` and `hint` are the last two parts of the message.
-    """
-
-    of: str
-    is_met: Callable[[Mapping[str, Any]], bool]
-    expected: str
+    of: str  # the option that it depends on
+    is_met: Callable[[Mapping[str, Any]], bool]  # called with the values of all options, and "cpus", those of the host
+    expected: str  # the last two parts of the message
     hint: str
 
 
@@ -67,12 +63,10 @@ _CPUS = Need(
 def option(
     default: Any, check: checks.Check, help: str, *, changes_bits: bool = False, needs: Need | None = None
 ) -> Any:
-    """Declare an option. The field defines its name and type.
+    """Declare an option, whose name and type the field defines.
 
-    `check` is from `nano_loop.config.option_checks`, and defines the allowed values, including ``"auto"``. `help` is a
-    description for docstrings and `docs/options.md`. `changes_bits` is whether the option can change a bit of the
-    results of plain torch in fp32. With ``exact=True`` its value is in `EXACT`. `needs` is a condition for it to have
-    an effect.
+    `changes_bits` is whether it can change a bit of the results of plain torch in fp32: ``exact=True`` sets its value
+    in `EXACT`.
     """
     metadata = {"check": check, "help": help, "changes_bits": changes_bits, "needs": needs}
     return field(default=default, metadata=metadata)
@@ -90,11 +84,7 @@ def step(help: str, *, changes_bits: bool) -> Any:
 
 @dataclass(frozen=True)
 class Declarations:
-    """The declared options: the base class of `Options`.
-
-    Each is an argument of `nano_loop.TorchNano` and `nano_loop.nano`, an entry of their docstrings, an
-    environment variable, and an entry of the report.
-    """
+    """The declared options: the base class of `Options`, and the source of arguments, docstrings and variables."""
 
     # BigDL-Nano's eight options, in its order and with its defaults. Its `nano` had no process_group_backend.
     num_processes: int | Literal["auto"] | None = option(

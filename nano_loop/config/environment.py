@@ -28,10 +28,7 @@ class Exports(NamedTuple):
 
 
 def read_exports(environ: Mapping[str, str]) -> Exports:
-    """Return the exports of this environment, which may be empty.
-
-    Raises a `NanoConfigError` if the variable is not in the format of `nano-loop env`.
-    """
+    """Return the exports of this environment, which may be empty; raise a `NanoConfigError` if they are damaged."""
     text = environ.get(EXPORTS)
     if text is None:
         return Exports({}, {})
@@ -81,10 +78,7 @@ def option_of(variable: str) -> str:
 
 
 def kernels_choice(environ: Mapping[str, str]) -> str | None:
-    """Return the value of `KERNELS`; None if it is not set.
-
-    Raises a `NanoConfigError` if the value is not allowed.
-    """
+    """Return the value of `KERNELS`, or None; raise a `NanoConfigError` if it is not allowed."""
     text = environ.get(KERNELS, "")
     choice = text.strip().lower()
     if choice and choice not in _KERNELS:
@@ -97,10 +91,8 @@ def kernels_choice(environ: Mapping[str, str]) -> str | None:
 def read_options(
     environ: Mapping[str, str], checks: Mapping[str, Check], named: Callable[[str], str] = variable_of
 ) -> tuple[dict[str, tuple[str, Any]], dict[str, str]]:
-    """Return the options that are set in the environment, and the variables that match no option.
+    """Return the options in the environment, as the user's text and the value, and the text of unknown variables.
 
-    The first dict has the user's text, such as ``NANO_LOOP_PRECISION=bf16``, and the value by option name. The second
-    has the user's text by name of an unknown variable. The check of each option determines how the text is parsed.
     `named` returns the user's name of an option: its variable or its flag.
     """
     variables = {variable_of(option): option for option in checks}

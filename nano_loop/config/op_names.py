@@ -67,10 +67,7 @@ def overloads_of(operator: str) -> list[tuple[str, Any]]:
 
 
 def read_names(path: Path) -> tuple[str, ...]:
-    """Return the names in a file with one name per line and ``#`` before comments.
-
-    Raises an `OSError` or a `UnicodeDecodeError` if the file cannot be read, is not a regular file, or is too long.
-    """
+    """Return the names in a file, one a line, ``#`` before comments; raise if it is no regular file or too long."""
     if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device, which may block or never end
         raise OSError(errno.EINVAL, "it is not a regular file")
     with path.open("rb") as file:

@@ -225,7 +225,8 @@ def _named_operators(value: Any, allowed: str, advice: str) -> tuple[str, ...]:
     names: Any = value
     if isinstance(value, str) and value == "safe":
         raise RefusedValueError('the list "safe" is for fp32_ops', advice)
-    if isinstance(value, Path) or (isinstance(value, str) and _is_path(value)):
+    is_path = isinstance(value, str) and ("/" in value or os.sep in value or Path(value).suffix == ".txt")
+    if is_path or isinstance(value, Path):
         names, allowed = _in_file(value), "each line of the file must have one operator's name, or a comment after #"
     elif isinstance(value, str):
         names = [name.strip() for name in value.split(",")]
@@ -237,10 +238,6 @@ def _named_operators(value: Any, allowed: str, advice: str) -> tuple[str, ...]:
         hint = 'Write a name such as "softmax", "Tensor.mul" or "aten::addmm"'
         raise RefusedValueError(f"{allowed}. {quoted(unknown)!r}: torch has no such operator", hint)
     return tuple(dict.fromkeys(sorted(names) if isinstance(names, (set, frozenset)) else names))
-
-
-def _is_path(text: str) -> bool:
-    return "/" in text or os.sep in text or Path(text).suffix == ".txt"
 
 
 def _in_file(path: str | Path) -> tuple[str, ...]:
@@ -281,10 +278,7 @@ def _takes_nothing(value: Callable[..., Any]) -> bool:
 
 
 def contradictions(values: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """Return a message for each contradiction between two options, given the valid options only.
-
-    `names` has the name that the user used for each option, such as its environment variable.
-    """
+    """Return a message for each contradiction between valid options, with the names that the user used for them."""
     problems = []
     shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1
     if count == "auto" and values.get("split_batches") is False:

@@ -51,11 +51,7 @@ class Options(Declarations):
         environ: Mapping[str, str] = os.environ,
         named: Callable[[str], str] = variable_of,
     ) -> Options:
-        """Create the options of a call. The environment overrides the arguments.
-
-        The arguments may include names that are not options. The environment has options as ``NANO_LOOP_<OPTION>``.
-        `named` returns the name of an environment's option in messages.
-        """
+        """Create the options of a call, which the environment overrides; `named` returns its names in messages."""
         overriding, unknown = read_options(environ, CHECKS, named)
         values = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
         as_written = {name: shown(name, value) for name, value in values.items()}
@@ -74,10 +70,7 @@ class Options(Declarations):
         return options
 
     def changed(self, values: Mapping[str, Any]) -> Options:
-        """Return the options with some values changed.
-
-        Raises a `NanoConfigError` if a value is not allowed, or contradicts another option.
-        """
+        """Return the options with some values changed; raise a `NanoConfigError` if these are not allowed."""
         options = Options(**self.as_dict() | dict(values))
         return options._with(from_environment=self.from_environment, learnt=self.learnt)
 
@@ -98,9 +91,8 @@ class Options(Declarations):
     def refuse_idle(self, cpus: int, is_launched: bool) -> None:
         """Raise a `NanoConfigError` if the program sets an option that cannot have an effect.
 
-        Options from the environment are not checked, since they may not be the program's. The number of processes is
-        not checked if an external launcher, such as torchrun, has started them (`is_launched`). `cpus` is the number of
-        CPUs of the host.
+        Options from the environment may not be the program's, nor an external launcher's number of processes
+        (`is_launched`).
         """
         values = self.as_dict() | {"cpus": cpus}
         of_others = self.set_by_environment | ({"num_processes"} if is_launched else set())

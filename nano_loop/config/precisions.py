@@ -22,8 +22,7 @@ class PrecisionKind:
     parameters_name: str | None = None
     #: The dtype to which autocast casts the inputs of matrix products and convolutions. None: no autocast.
     autocast_name: str | None = None
-    #: The dtype to which large products of fp32 tensors round their inputs, with sums and results in fp32. None:
-    #: products do not round.
+    #: The dtype to which large products of fp32 tensors round inputs, with sums and results in fp32; None for no dtype.
     products_name: str | None = None
     summary: str = ""  # the report line
 

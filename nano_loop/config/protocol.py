@@ -49,7 +49,7 @@ class Command(NamedTuple):
 
 @cache
 def take_command() -> Command | None:
-    """Return the command of this process; None if no command has started it.
+    """Return the command that started this process, or None.
 
     The first call removes the variable, so that processes that the script starts do not execute the command.
     """

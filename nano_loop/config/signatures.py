@@ -33,11 +33,7 @@ def _parameters_of(function: str) -> list[inspect.Parameter]:
 
 
 def with_options(function: _T) -> _T:
-    """Add the options to the signature of a function with ``(*args, **others)`` at run time.
-
-    The options are placed between the function's own parameters and ``**others``. Without a parameter ``*args``, they
-    are keyword-only. The function reads its arguments with `named`.
-    """
+    """Add the options to the signature of a function with ``(*args, **others)``, before ``**others``, at run time."""
     signature = inspect.signature(function)  # type: ignore[arg-type]
     *own, others = signature.parameters.values()
     takes_positions = bool(own) and own[-1].kind is inspect.Parameter.VAR_POSITIONAL and own[-1].name == "args"
@@ -71,11 +67,7 @@ def documented(owner: _T) -> _T:
 
 
 def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `function` by name. Arguments of BigDL-Nano without effect are removed, with a warning.
-
-    Call it from `function` itself, so that the warning points to the line that called `function`. Raises a `TypeError`
-    if there are too many positional arguments, or one of them is also passed by name.
-    """
+    """Return `function`'s arguments by name. BigDL-Nano's without effect are removed, with a warning in its caller."""
     positional = [
         parameter.name for parameter in _parameters_of(function) if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]

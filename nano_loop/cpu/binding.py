@@ -26,13 +26,12 @@ _MOST_ROUNDS = 100
 def bound(cpus: Collection[int]) -> Iterator[None]:
     """Run the body with every thread of this process on `cpus`, the ids of logical CPUs.
 
-    Ids outside the cpuset are ignored if others are inside. On exit, the mask of each thread is restored, and threads
-    that were started in the body get the previous mask of the calling thread. A mask that the kernel rejects, because
-    the cpuset has shrunk, is not restored. The context has no effect if threads cannot be bound (macOS, no /proc).
-
-    Raises a `NanoError` if the kernel rejects the mask. All masks are restored first.
+    On exit, the mask of each thread is restored, and threads that were started in the body get the previous mask of the
+    calling thread. The context has no effect if threads cannot be bound (macOS, no /proc). Raises a `NanoError` if the
+    kernel rejects the mask.
     """
-    if not _can_bind():
+    # If /proc belongs to another PID namespace, its ids are those of other processes' threads.
+    if not (hasattr(os, "sched_setaffinity") and (_TASKS / str(threading.get_native_id())).is_dir()):
         yield
         return
     own = os.sched_getaffinity(0)
@@ -42,11 +41,6 @@ def bound(cpus: Collection[int]) -> Iterator[None]:
         yield
     finally:
         _put_back(masks, own)
-
-
-def _can_bind() -> bool:
-    # If /proc belongs to another PID namespace, its ids are those of other processes' threads.
-    return hasattr(os, "sched_setaffinity") and (_TASKS / str(threading.get_native_id())).is_dir()
 
 
 def _masks() -> dict[int, set[int]]:

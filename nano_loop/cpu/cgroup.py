@@ -60,10 +60,7 @@ def read_memory_limit(tree: Tree) -> int | None:
 
 
 def read_memory_left(tree: Tree) -> int | None:
-    """Return the bytes that the process's cgroups may still allocate, or None if there is no limit.
-
-    This includes swap, and excludes the page cache, which the kernel frees before it kills processes.
-    """
+    """Return the bytes that the cgroups may still allocate, with swap and page cache, or None if there is no limit."""
     left = [_folder_left(tree, folder) for folder in _folders(tree, "memory")]
     return min((count for count in left if count is not None), default=None)
 

@@ -52,17 +52,13 @@ def cpu_name(blocks: Sequence[Block]) -> str:
 
 def cpuinfo_instruction_sets(blocks: Sequence[Block]) -> frozenset[str]:
     """Return the instruction sets that all processors support, since a thread may run on any of them."""
-    listed = [set(text.lower().split()) for block in blocks if (text := _flags(block))]
+    listed = [set(text.lower().split()) for block in blocks if (text := block.get("flags") or block.get("Features"))]
     return frozenset(set.intersection(*listed)) if listed else frozenset()
 
 
 def _parse_block(chunk: str) -> dict[str, str]:
     pairs = [line.partition(":") for line in chunk.splitlines()]
     return {field.strip(): value.strip() for field, colon, value in pairs if colon}
-
-
-def _flags(block: Block) -> str:
-    return block.get("flags") or block.get("Features") or ""
 
 
 def _arm_name(block: Block) -> str:

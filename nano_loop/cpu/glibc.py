@@ -41,10 +41,7 @@ def keeps_freed_memory(environ: Mapping[str, str]) -> bool:
 
 @functools.cache
 def allocator_of_this_process() -> str | None:
-    """Return the name of the allocator that replaces glibc's, found among the libraries mapped into this process.
-
-    It is read once: an allocator that is loaded later does not replace glibc's.
-    """
+    """Return the allocator that replaces glibc's, among the libraries mapped now: a later one does not replace it."""
     try:
         return next(iter(allocators_of(libraries_in(Path("/proc/self/maps").read_text()))), None)
     except OSError:

@@ -43,11 +43,9 @@ class Machine:
 
     @property
     def physical_cores(self) -> tuple[tuple[int, ...], ...]:
-        """The allowed CPU ids, grouped by physical core.
+        """The allowed CPU ids, grouped by physical core: one for computation, then its SMT siblings.
 
-        In each core, the first id is used for computation, and the others are its SMT siblings. Cores are sorted by
-        NUMA node, then with performance cores first (on hybrid machines), then by last-level cache, then by id, so
-        that neighbouring cores share memory and caches.
+        Cores are sorted by NUMA node, performance, last-level cache and id, so that neighbours share memory and caches.
         """
         allowed = set(self.allowed)
         cores: defaultdict[int, list[LogicalCpu]] = defaultdict(list)

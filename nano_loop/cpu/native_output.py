@@ -14,11 +14,7 @@ _one_at_a_time = threading.RLock()  # the process has only one such descriptor
 
 @contextmanager
 def without_lines(descriptor: int, part: bytes) -> Iterator[None]:
-    """Buffer the output to a file descriptor, and write it on exit without the lines that contain `part`.
-
-    The descriptor is 1 for standard output, or 2 for standard error. It is changed for all threads, so the body should
-    be short.
-    """
+    """Buffer output to a descriptor of this process, and write it on exit without the lines that contain `part`."""
     with _one_at_a_time, ExitStack() as stack:
         held = None
         with suppress(OSError):  # there is no such descriptor, or no space for a file

@@ -38,14 +38,10 @@ class Share:
 
 
 def partition(machine: Machine, num_processes: int, cores_each: int | None = None) -> tuple[Share, ...]:
-    """Return equal shares, by default with as many cores as the affinity, the cpuset and the quota allow.
+    """Return equal, disjoint shares, by default with as many cores as the affinity, the cpuset and the quota allow.
 
-    There is one share for each of the processes on this host, and shares are disjoint. `num_processes` is at least 1.
-    `cores_each` is the number of physical cores of each share. `machine` is the host, limited to the CPUs of the
-    process that starts the others. Efficiency cores of a hybrid machine are used only if there are fewer performance
-    cores than processes.
-
-    Raises a `NanoConfigError` if the shares need more physical cores than there are within the quota.
+    Efficiency cores of a hybrid machine are used only if there are fewer performance cores than processes. Raises a
+    `NanoConfigError` if the shares need more physical cores than there are within the quota.
     """
     num_cores = num_processes * (cores_each or 1)
     if num_cores > machine.num_threads:
@@ -58,8 +54,7 @@ def partition(machine: Machine, num_processes: int, cores_each: int | None = Non
 def process_counts(machine: Machine) -> tuple[int, ...]:
     """Return the numbers of processes that are worth measuring on a host, starting with one.
 
-    For the other numbers, equal shares fill the cores of each NUMA node, so that none crosses a boundary or leaves a
-    core idle. Each number is at least twice the previous one, since numbers in between differ little.
+    Equal shares fill the cores of each NUMA node. Each number is at least twice the previous one: others differ little.
     """
     cores = _cores_to_use(machine, 1)
     node_of = {cpu.id: cpu.numa_node for cpu in machine.logical_cpus}
@@ -74,15 +69,11 @@ def process_counts(machine: Machine) -> tuple[int, ...]:
 
 
 def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]) -> tuple[Share, ...]:
-    """Return the shares for the user's lists of CPUs: one share for each list of CPU ids, in the same order.
+    """Return the shares for the user's lists of CPU ids, in the same order.
 
-    Duplicates in a list are ignored. If a list contains several siblings of a core, the first one is used for
-    computation and the others for `DataLoader` workers. If it contains none of these others, the workers use the
-    allowed siblings that are in no list. `machine` is the host, limited to the CPUs of this process.
-
-    Raises a `NanoConfigError` if a CPU is in two lists, or this process may use no CPU of a list. The message lists all
-    problems. Warns with a `NanoWarning` if CPUs are omitted because they do not exist or this process may not use them.
-    The message lists them.
+    If a list has several siblings of a core, the first computes and the others are for `DataLoader` workers. Otherwise
+    these use the allowed siblings that are in no list. Raises a `NanoConfigError` that lists all problems, and warns
+    about CPUs that are omitted because they do not exist or this process may not use them.
     """
     allowed = set(machine.allowed)
     lists = [[cpu for cpu in dict.fromkeys(cpus) if cpu in allowed] for cpus in cpu_for_each_process]
@@ -99,11 +90,7 @@ def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]
 
 
 def restricted(machine: Machine, share: Share, num_processes: int) -> Machine:
-    """Return the machine limited to `share`: its CPUs, and one of `num_processes` equal parts of the quota.
-
-    A share from `partition` has at most ``quota / num_processes`` CPUs, so each gets a thread. A share from
-    `given_shares` may have more CPUs than its part of the quota.
-    """
+    """Return the machine limited to a share's CPUs, and to one of `num_processes` equal parts of the quota."""
     quota = None if machine.quota is None else machine.quota / num_processes
     return dataclasses.replace(machine, allowed=share.cpus, quota=quota)
 

@@ -26,10 +26,7 @@ def process_start() -> float:
 
 
 def end_with(parent: int) -> None:
-    """Let the system kill this process when its parent ends. Only Linux supports this.
-
-    `parent` is the process ID of the parent. If it has already ended, this process ends immediately.
-    """
+    """Let the system, if it is Linux, kill this process when its parent with this id ends, or end now if it has."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -58,11 +55,7 @@ def resident_memory() -> int | None:
 
 
 def memory_left(tree: Tree, is_live: bool = True) -> dict[str, int]:
-    """Return the bytes that this process may still allocate, by the kind of limit.
-
-    `tree` is the root of ``/proc`` and ``/sys``. `is_live` is whether they belong to this machine, so that the limits
-    of this process are known.
-    """
+    """Return the bytes that this process, if the tree is live, may still allocate, by the kind of limit."""
     fields = tree.sizes("/proc/meminfo")
     left = {}
     if "MemAvailable" in fields:
@@ -83,11 +76,7 @@ BUSY = 0.2
 
 
 class Waits:
-    """The waits of this process's threads since the creation of this object.
-
-    A thread waits if it could run but other programs or threads use the CPUs. Threads that sleep or wait for a file do
-    not count. `tasks` is the folder with the threads.
-    """
+    """How long threads that could run have waited since then, as other programs or threads used the CPUs."""
 
     def __init__(self, tasks: Path = _TASKS) -> None:
         self._tasks = tasks

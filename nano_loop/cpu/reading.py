@@ -39,12 +39,9 @@ def live_host() -> Host:
 def read_machine(root: Path | str = "/", host: Host | None = None) -> Machine:
     """Return a description of the machine and of the part that this process may use.
 
-    Never raises. If a source is missing, unreadable or damaged, the next best one is used, down to a single CPU.
-    Nothing is changed. Affinity and quotas can change while a process runs.
-
-    `root` is the folder that contains ``proc`` and ``sys``: ``/`` for the live machine, another one for a recorded
-    machine. `host` has the properties that are not in files. By default, they are queried from the system for ``/``,
-    and unknown for recorded machines, all of whose CPUs may then be used.
+    Never raises: if a source is missing or damaged, the next best one is used, down to a single CPU. `root` is ``/``
+    for the live machine, or the folder of a recorded one, whose `host`, properties that are not in files, is unknown by
+    default.
     """
     tree, is_live = Tree(root), Path(root) == Path("/")
     if host is None:

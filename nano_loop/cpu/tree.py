@@ -50,11 +50,9 @@ def parse_number(text: str | None) -> int | None:
 
 
 class Tree:
-    """The files below a root folder. Missing, unreadable or damaged files read as empty.
+    """The files below a root folder with ``proc`` and ``sys``. Missing, unreadable or damaged files read as empty.
 
-    Containers, sandboxes and virtual machines may hide or damage any part of /proc and /sys, and a training run must
-    still start. So no method of this class raises, and callers need no error handling. The root contains ``proc`` and
-    ``sys``: it is ``/`` on a live machine.
+    Sandboxes may hide any of them, and training must still start: no method raises, and callers need no error handling.
     """
 
     def __init__(self, root: Path | str) -> None:

@@ -23,10 +23,7 @@ _form_of = operator.attrgetter("shape", "strides", "dtype")
 
 
 def collate(samples: list[Any]) -> Any:
-    """Return the same as `torch.utils.data.default_collate`.
-
-    In a loader's worker process it calls torch's function, which stacks in shared memory.
-    """
+    """Return the same as `default_collate`, which a loader's worker calls: it stacks in shared memory."""
     if get_worker_info() is not None:
         return default_collate(samples)
     return default_collate_by(samples, _stacked)

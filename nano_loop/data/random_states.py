@@ -57,10 +57,8 @@ def set_process_states(states: list[Any], which: list[bool]) -> None:
 def diverge_rng(ranks: Ranks) -> None:
     """Make this rank draw different random numbers than rank 0 from now on. Only the first call in a run has an effect.
 
-    Ranks begin a run with the states of rank 0, so that random splits and weights are the same on all of them. They
-    diverge when the loop takes its first batch, since dropout and noise must differ. Ranks that share each batch never
-    diverge. The new state of a library depends only on its own state, so seeding one library makes its random numbers
-    reproducible, whatever the state of the others. If the loop has seeded torch itself, its state is kept.
+    Ranks begin with the states of rank 0, so that random splits and weights are the same. They diverge at the loop's
+    first batch, since dropout and noise must differ, unless they share each batch, or the loop has seeded torch itself.
     """
     if ranks.context.common_seed is None or ranks.context.split is not None:
         return

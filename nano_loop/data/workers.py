@@ -14,10 +14,7 @@ from nano_loop.patching.attributes import replaced
 
 
 class BoundWorker:
-    """Binds a loader's worker process to some logical CPUs, and then calls the loader's own ``worker_init_fn``.
-
-    If the system refuses the CPUs, the worker is not bound.
-    """
+    """Binds a loader's worker to CPUs, if the system allows it, and then calls the loader's own ``worker_init_fn``."""
 
     def __init__(self, cpus: tuple[int, ...], then: Callable[[int], Any] | None) -> None:
         self.cpus = cpus
@@ -33,10 +30,7 @@ class BoundWorker:
 
 
 def advice_of_plain_run(cpus: int) -> AbstractContextManager[None]:
-    """Make loaders warn only about more workers than CPUs before the binding, as in a plain run.
-
-    `cpus` is the number of CPUs that the process may use when it is not bound.
-    """
+    """Make loaders warn only about more workers than the CPUs of the unbound process, as in a plain run."""
 
     def make(check: Callable[[DataLoader[Any]], None]) -> Callable[[DataLoader[Any]], None]:
         def check_worker_number_rationality(loader: DataLoader[Any]) -> None:

@@ -121,11 +121,7 @@ def _instead(replacement: Callable[..., Any], original: Any) -> Any:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return the CPU for a GPU device, also in dicts, and a CPU tensor type for a GPU tensor type.
-
-    `value` is an argument of a call, such as ``"cuda:0"`` or ``torch.device("cuda")``. All others are returned
-    unchanged.
-    """
+    """Return the CPU for a GPU device, also in dicts, a CPU tensor type for a GPU's, and other values unchanged."""
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value
     if isinstance(value, str):

@@ -28,10 +28,7 @@ _COMPARED = "torchmetrics"
 
 @contextmanager
 def _torchmetrics_by_version() -> Iterator[None]:
-    """Give Fabric, which imports torchmetrics only to check its version, a stub with the version.
-
-    torchmetrics imports transformers if that is installed, which takes seconds.
-    """
+    """Give Fabric, which only checks torchmetrics' version, a stub: the import may take seconds, for transformers."""
     version_only = ModuleType(_COMPARED)
     version_only.__spec__ = ModuleSpec(_COMPARED, None)
     try:
@@ -63,10 +60,7 @@ with leaving_no_trace("lightning_fabric", *_REPLACED), _torchmetrics_by_version(
 
 
 class OwnPrecision(Precision):
-    """Autocast for ``Fabric.autocast()`` only.
-
-    Fabric's own plugins also cast inputs, reject a plain ``loss.backward()``, and treat fp16 as bf16.
-    """
+    """Autocast for ``Fabric.autocast()`` only: Fabric's own plugins cast inputs, and reject a plain ``backward()``."""
 
     def __init__(self, kind: PrecisionKind) -> None:
         super().__init__()
@@ -123,11 +117,7 @@ class RanksEnvironment(ClusterEnvironment):
 
 
 class RanksCollectives:
-    """The common part of strategies for Fabric and Lightning: the CPU, and collectives among the ranks of a run.
-
-    Collectives over all ranks wait in Python, so that Ctrl-C and a failed rank end them. Outside a run they have no
-    effect.
-    """
+    """The common part of strategies for Fabric and Lightning: the CPU, and collectives that wait in Python."""
 
     cluster_environment: Any
     root_device = torch.device("cpu")
@@ -173,11 +163,7 @@ class RanksStrategy(RanksCollectives, DDPStrategy):
 
 
 def fabric_arguments(precision: str, ranks: Ranks) -> dict[str, Any]:
-    """Return the arguments of `Fabric.__init__` on the CPU for a precision, by Fabric's name, and the next run's ranks.
-
-    The strategy and the cluster environment are passed explicitly, since Fabric treats ``SLURM_NTASKS`` in the
-    environment as a launch.
-    """
+    """Return `Fabric`'s arguments for a precision and ranks, all explicit: it takes ``SLURM_NTASKS`` for a launch."""
     plugin = OwnPrecision(PRECISIONS[precision])
     if ranks.size == 1:
         alone = SingleDeviceStrategy(torch.device("cpu"), precision=plugin)

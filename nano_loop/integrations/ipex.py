@@ -40,13 +40,10 @@ _REPLACED = (
 
 
 class Ipex(Step):
-    """Imports IPEX, whose kernels then replace torch's in the whole process.
+    """Imports IPEX, whose kernels then replace torch's in the whole process, until it ends.
 
     We do not call `ipex.optimize`. It packs weights into bf16 blocks, so ``parameters()`` inside the loop would differ
-    from the parameters that the optimizer and the user hold. Weight averaging, weight surgery, clipping and freezing
-    would fail, mostly silently. Without packing, weights, gradients and optimizers stay the user's fp32 objects, and
-    there is nothing to undo. The kernels stay registered until the process ends. Packing was slower than these kernels
-    on every workload of the benchmarks; docs/choices.md has the times.
+    from what the optimizer and the user hold; docs/choices.md has the times.
     """
 
     name = "ipex"
@@ -69,11 +66,7 @@ class Ipex(Step):
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        """Return None: a request for IPEX is either honoured or an error.
-
-        Raises an `ImportError` if IPEX is not installed, and a `NanoConfigError` if it does not support this version of
-        torch or this CPU.
-        """
+        """Return None: a request for IPEX is either honoured or an error."""
         self._check_instructions()
         self._check_version()
         if any(isinstance(model, torch.jit.ScriptModule) for model in parts.models):

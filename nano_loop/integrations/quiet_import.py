@@ -16,13 +16,7 @@ _ABSENT = object()
 
 @contextmanager
 def leaving_no_trace(library: str, *replaced: tuple[Any, str]) -> Iterator[None]:
-    """Restore the environment, logging, warnings and attributes after the import of a library.
-
-    It has no effect if the library is already imported: the user has imported it, with its effects.
-
-    `library` is the name of its module and its logger. `replaced` are attributes that the import replaces, each as an
-    owner and a name. Attributes that were inherited are inherited again.
-    """
+    """Restore the environment, logging, warnings and `replaced` attributes after a library's first import."""
     if library in sys.modules:
         yield
         return

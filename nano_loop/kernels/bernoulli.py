@@ -63,11 +63,7 @@ def same_draws() -> AbstractContextManager[None]:
 
 
 def replacement(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor]:
-    """Return the replacement of the CPU kernel of ``aten::bernoulli_.float``, which makes the same draws.
-
-    Draws are fast inside `vectorized_draws`, and in the order of the plain loop (see `drawing_order`). `original` is
-    the original kernel, or None if torch does not return it.
-    """
+    """Return the replacement of ``aten::bernoulli_.float``, which makes the same draws, given torch's, if one does."""
 
     def bernoulli_(
         keys: torch.DispatchKeySet, tensor: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None
@@ -89,11 +85,7 @@ def replacement(original: Callable[..., torch.Tensor] | None) -> Callable[..., t
 
 
 def fill(tensor: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
-    """Fill `tensor` in place with ones, with probability `p`, and zeros, and return it.
-
-    The tensor is dense, on the CPU, of any shape, and of one of the dtypes of `_ONES`. `p` is from 0 to 1. The
-    generator is a CPU generator, which advances as in torch.
-    """
+    """Fill a dense CPU tensor of a dtype in `_ONES` with ones, with probability `p`, and zeros, as torch does."""
     with _lock:
         while True:
             before = generator.get_state()

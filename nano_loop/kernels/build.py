@@ -99,10 +99,7 @@ class CompiledKernel:
         return self.unavailable is None and hasattr(self._library(), "has_amx") and bool(self._library().has_amx())
 
     def __call__(self, function: str, *arguments: Argument) -> int:
-        """Call a function and return its result, if any.
-
-        Raises an `UnsupportedTensorError` if the function does not support a tensor. Nothing is computed in this case.
-        """
+        """Call a function and return its result, if any; raise an `UnsupportedTensorError` before it computes."""
         tensors = [argument for argument in arguments if argument is None or isinstance(argument, Tensor)]
         check(tensors, self.functions[function])
         threads = (ctypes.c_int(torch.get_num_threads()),) if self._is_threaded else ()
@@ -139,10 +136,7 @@ def _as_c(argument: Argument) -> object:
 
 @functools.cache
 def level() -> Level:
-    """Return the instruction set level of this process.
-
-    Raises an `UnavailableError` if ``NANO_LOOP_KERNELS`` disables kernels.
-    """
+    """Return the instruction set level of this process; raise an `UnavailableError` if the user disables kernels."""
     return chosen_level(kernels_choice(os.environ), read_machine().instruction_sets)
 
 
@@ -179,13 +173,10 @@ def for_report(reason: str) -> str:
 
 @functools.cache
 def compiled(name: str, is_threaded: bool = True) -> ctypes.CDLL:
-    """Return the library compiled from ``<name>.c``.
+    """Return the library compiled from ``<name>.c``; raise an `UnavailableError` if this fails or it is damaged.
 
     If it uses torch's threads (`is_threaded`), its functions release the GIL. Other functions take microseconds and
     hold it.
-
-    Raises an `UnavailableError` if no compiler is found, the compiler fails, the package's library is damaged, or the
-    library would use a different OpenMP runtime than torch.
     """
     file = library_name(name, level())
     reason = why_none() if is_threaded else None

@@ -48,10 +48,7 @@ _call = _Call()
 
 @contextmanager
 def drawn_as_nchw() -> Iterator[None]:
-    """Draw values, including dropout masks, in NCHW order for tensors that `channels_last` made NHWC.
-
-    Before torch 2.9, which does not return its kernels, this applies to dropout masks only.
-    """
+    """Draw values, before torch 2.9 masks only, in NCHW order for tensors that `channels_last` made NHWC."""
     with ExitStack() as stack:
         stack.enter_context(shared_change(drawn_as_nchw, lambda: nullcontext({})))
         if gives_kernels():

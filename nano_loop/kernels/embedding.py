@@ -76,10 +76,7 @@ class _Table(NamedTuple):
 
 
 class _State:
-    """A contiguous optimizer state that C functions read and write, while all other writes are detected.
-
-    `raw` is a tensor with the same memory for these functions.
-    """
+    """A contiguous optimizer state that C functions write as `raw`, while all other writes are detected."""
 
     def __init__(self, state: Tensor) -> None:
         self.raw = _raw(state)
@@ -93,10 +90,7 @@ class _State:
 
 
 class RowGradient:
-    """The gradient of one fp32 table, and the rows that are nonzero. `marks` has one byte per row, as in ``rows.c``.
-
-    The table is not referenced, not even weakly: `torch.utils.swap_tensors` rejects that.
-    """
+    """The gradient of an fp32 table, which it does not reference, and the rows that are nonzero, as in ``rows.c``."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.shape = weight.shape
@@ -115,10 +109,7 @@ class RowGradient:
         self._root: Callable[[], Tensor | None] = lambda: None
 
     def root(self, weight: nn.Parameter) -> Tensor:
-        """Return the autograd node of the table in the graph of this forward, as an empty tensor.
-
-        All lookups in a graph share it, so that their gradients are summed together.
-        """
+        """Return the table's autograd node in this forward's graph, shared by its lookups so that gradients add up."""
         root: Any = self._root()
         # A graph from before `swap_tensors` leads to the other tensor.
         if root is None or root.grad_fn.next_functions[0][0] is not get_gradient_edge(weight).node:
@@ -149,10 +140,7 @@ class RowGradient:
             return self._returned.detach()  # autograd keeps this without a copy, as the only owner
 
     def raw(self, gradient: Tensor) -> Tensor | None:
-        """Return the gradient for C functions if it was computed last and has not been written to.
-
-        The gradient is contiguous and has the table's shape.
-        """
+        """Return the contiguous gradient for C functions if it was computed last and has not been written to."""
         return self._sums.raw if self._sums is not None and _shares(gradient, self._sums.raw) else None
 
     def marked(self, states: Sequence[Tensor]) -> list[Tensor]:

@@ -28,12 +28,7 @@ from nano_loop.patching.optimizers import is_dense, lies_as
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import users
 from nano_loop.patching.torch_private import FLASH_KERNEL, base_of, has_saved_tensor_hooks, version
-from nano_loop.patching.torch_private_autograd import (
-    in_forward_mode,
-    replace_saved,
-    saved_output,
-    saves_output,
-)
+from nano_loop.patching.torch_private_autograd import in_forward_mode, replace_saved, saved_output, saves_output
 
 #: Minimum number of elements of a tensor. Below it, the memory is not worth the Python overhead.
 MIN_ELEMENTS = 1 << 18
@@ -148,11 +143,7 @@ def keeping(operator: str, names: Mapping[int, str], backward: str, only_for: in
 
 
 def keeping_result(operator: str, name: str, backward: str, reads: Callable[..., bool]) -> Override:
-    """Return an override of an operator that keeps its first tensor in bf16 if it is the rounded result of a product.
-
-    `reads` accepts the arguments of the operator, and returns whether its backward reads the tensor and the override of
-    `backward` supports it. See `keeping`.
-    """
+    """Return an override that keeps its first tensor in bf16 if that is a rounded product the backward `reads` so."""
 
     def compute(call: Call) -> Any:
         assert call.kernel is not None

@@ -69,10 +69,7 @@ class Scratch:
 
 
 class Numbers:
-    """The values of a weight and its views, and the memory for products.
-
-    The values are in bf16 (`narrow`) or in the apparent dtype (`wide`). Exactly one of the two is not None.
-    """
+    """The values of a weight and its views, either in bf16 (`narrow`) or in the apparent dtype (`wide`)."""
 
     def __init__(self, scratch: Scratch, narrow: Tensor | None, wide: Tensor | None = None) -> None:
         self.scratch, self.narrow, self.wide = scratch, narrow, wide
@@ -101,10 +98,7 @@ class Numbers:
 
 
 class NarrowWeight(Tensor):
-    """An fp32 weight without memory, or a view of one.
-
-    `numbers` are its values, shared with its views. `products` are functions for products that round, by operator.
-    """
+    """An fp32 weight without memory, or a view of one, with shared `numbers`; `products` are those that round."""
 
     products: ClassVar[Mapping[str, Override]] = {}
     numbers: Numbers

@@ -221,10 +221,7 @@ class Override(NamedTuple):
 
 
 def choose(rules: Rules, call: Call, algorithms: Callable[[], Mapping[str, Compute]], guess: str) -> str:
-    """Return the name of the algorithm for a call by a model's rules: the default if nothing was measured.
-
-    `algorithms` returns them by name, including `REFERENCE` if torch's kernel is not the reference.
-    """
+    """Return the name of the algorithm for a call by a model's rules: the default if nothing was measured."""
     return guess if rules.chooser is None else rules.chooser.algorithm(call, algorithms, guess)
 
 

@@ -54,9 +54,7 @@ LEAST_EPS = 1e-11
 def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
     """Step this optimizer by fused kernels, called directly if its class is exactly one with such kernels.
 
-    The optimizer's class and attributes stay unchanged; two methods are replaced in the classes that define them. torch
-    steps groups that no fused kernel supports. The context holds no reference to the optimizer. Exit it when the
-    optimizer is freed.
+    Two methods are replaced in the classes that define them. Exit the context when the optimizer is freed.
     """
     kind, fused = type(optimizer), steps_fused(optimizer)
     del optimizer

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from nano_loop.patching.nested_tensors import map_tensors
@@ -23,18 +22,11 @@ from nano_loop.patching.torch_private import below_torch_functions
 
 def in_fp32(state: Any) -> Any:
     """Return states with their bf16 tensors in fp32."""
-    return map_tensors(_wide, state)
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.float() if value.dtype is torch.bfloat16 else value
+    return map_tensors(lambda value: value.float() if value.dtype is torch.bfloat16 else value, state)
 
 
 class NarrowStates(defaultdict[Any, Any]):
-    """An optimizer's ``state`` that becomes fp32, one tensor at a time, before a method returns any of it.
-
-    Copies and pickles have torch's class.
-    """
+    """An optimizer's ``state`` that becomes fp32, tensor by tensor, before a method returns any; copies are torch's."""
 
     is_narrow = True
 

@@ -28,11 +28,7 @@ _LEAST, _LARGEST = 1e-30, 1e6  # numbers between these, times zero, are zero in 
 
 
 class RowStep(NamedTuple):
-    """A step of one table. The settings of the group have the names of torch's kernel.
-
-    `tensors` are the table, and its gradient and states for functions in C. `counter` is the step's counter, if there
-    is one. It is incremented before the call.
-    """
+    """A step of one table by torch's names of settings, with its `tensors` for C, and the counter, counted before."""
 
     rule: Rule
     rows: RowGradient
@@ -64,11 +60,7 @@ class Rule:
 
 
 def row_step(rule: Rule, tensors: Sequence[Tensor], settings: Mapping[str, Any]) -> RowStep | None:
-    """Return the step of a table by rows, or None if torch must take it.
-
-    `tensors` are the table, its gradient, its states, and the counter, if there is one. The settings of the group have
-    the names of torch's kernel.
-    """
+    """Return the step by rows of a table, with gradient, states and counter in `tensors`, or None if torch is to."""
     rows = row_gradient_of(tensors[0])
     if rows is None:
         return None
@@ -143,13 +135,7 @@ def _named(*names: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     return lambda group: {name: group[name] for name in names}
 
 
-ADAM = Rule(
-    fused_adam,
-    _adam_by_rows,
-    _settings_of_adam,
-    lambda settings: ("exp_avg", "exp_avg_sq"),
-    True,
-)
+ADAM = Rule(fused_adam, _adam_by_rows, _settings_of_adam, lambda settings: ("exp_avg", "exp_avg_sq"), True)
 SGD = Rule(
     fused_sgd,
     _sgd_by_rows,

@@ -27,11 +27,7 @@ _MIXERS = (0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32), 0x846CA68B - (1 << 32
 
 
 class Rest(NamedTuple):
-    """The rests of some bf16 weights: their differences from fp32 ones.
-
-    `storage` is the memory of the weights: another tensor may have the same address later. `numbers` has an int16
-    number for each weight, in the order of memory. `checksums` has an int32 number for each block of weights.
-    """
+    """The int16 differences of some bf16 weights from fp32 ones, in the order of memory, with checksums of blocks."""
 
     storage: StorageWeakRef
     numbers: Tensor

@@ -44,12 +44,7 @@ def why_not(optimizer: Optimizer) -> str | None:
 
 
 class SplitSteps:
-    """The steps of one optimizer, for `nano_loop.optimizers.torch_fused_steps`.
-
-    `weights` are the split weights of the run. If they are None, bf16 weights belong to the program, and have no rests.
-    `moments` is the dtype of the states, fp32 or bf16. The seed is for rounding moments: equal steps with the same seed
-    round equally.
-    """
+    """The steps of one optimizer, over split `weights` if any, with `moments` in a dtype, rounded by a seed."""
 
     def __init__(self, weights: SplitWeights | None, moments: torch.dtype, seed: int) -> None:
         self.moments = moments
@@ -95,11 +90,7 @@ class SplitSteps:
     def step(
         self, original: Callable[..., Any], group: Mapping[str, Any], lists: Sequence[list[Any]], settings: Any
     ) -> Any:
-        """Step a group, or call `original`, torch's function, to do it.
-
-        `lists` are that function's arguments: the parameters, their gradients, their states, and the step counters.
-        `settings` are its keyword arguments.
-        """
+        """Step a group, given torch's functional arguments, or call `original`, torch's function, to do it."""
         is_scaled = settings.get("grad_scale") is not None or settings.get("found_inf") is not None
         if is_scaled or not self._takes(group, lists[0]):
             return original(*lists, **settings)

@@ -52,11 +52,7 @@ _fused: dict[int, OwnSteps | None] = process_wide("optimizers whose steps are fu
 
 @contextmanager
 def steps_fused(optimizer: Optimizer, own: OwnSteps | None = None) -> Iterator[None]:
-    """Step this Adam, AdamW, SGD or Adagrad by fused kernels, if its own ``step()`` and a group's flags allow it.
-
-    The context holds no reference to the optimizer. Exit it when the optimizer is freed. `own`, if it is passed, steps
-    the groups instead of torch's kernels.
-    """
+    """Step this optimizer by fused kernels, or its `own`, if its class and groups' flags allow it, until it's freed."""
     kind, number = type(optimizer), id(optimizer)
     del optimizer
     owner = next(base for base in _FUNCTIONS if issubclass(kind, base))
@@ -109,19 +105,12 @@ def are_counters(counters: Sequence[Any]) -> bool:
 
 
 def lie_alike(lists: Sequence[Sequence[Any]]) -> bool:
-    """Whether each parameter, its gradient and its states have the same layout, as a fused kernel needs.
-
-    `lists` are the parameters, their gradients, and a sequence for each of their states. The result is False if any is
-    None.
-    """
+    """Whether each parameter, its gradient and its states, if there are all, have the layout that a kernel needs."""
     return lie_in_order(lists) or all(map(_is_alike, zip(*lists, strict=True)))
 
 
 def lie_in_order(lists: Sequence[Sequence[Any]]) -> bool:
-    """Whether all tensors are contiguous, without a negative bit, and of one dtype.
-
-    This is the common case, so its time is the overhead per step.
-    """
+    """Whether all tensors are contiguous, not negated, and of one dtype, as usual: this costs time in each step."""
     parameters = lists[0]
     dtype, shapes = parameters[0].dtype, [*map(_SIZE, parameters)]
     try:

@@ -30,10 +30,7 @@ Start = Callable[[], Iterator[Any]]
 
 
 class ClassIteration:
-    """The iteration of a loader by its class's own ``__iter__``.
-
-    `proxy` is the copy of the loader, and `start` returns the class's iterator.
-    """
+    """The iteration of a loader, by its copy `proxy`, by its class's ``__iter__``, whose iterator `start` returns."""
 
     def __init__(self, proxy: _LoaderProxy, start: Start) -> None:
         self._proxy = proxy
@@ -131,10 +128,7 @@ def implicit_loaders_changed(
 ) -> Iterator[None]:
     """Change loaders on first use in the body if they have no change yet, in this thread or in all threads.
 
-    They are not kept alive. Forked child processes are not affected.
-
-    `find` accepts a loader and returns its change, or None. It is called whenever the loader is iterated or its length
-    is taken, until it returns a change. It may call `changed` instead.
+    `find` returns a loader's change, or None, and is called for each iteration and length until it returns one.
     """
     finding = _Finding(find, in_all_threads)
     with _loaders_intercepted(), closing(finding), listening(implicit_loaders_changed, finding):

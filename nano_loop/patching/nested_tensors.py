@@ -22,14 +22,10 @@ _REBUILT = (tuple, frozenset, MappingProxyType, functools.partial)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `function` to every tensor in `value`, which is never modified.
+    """Return `value` with `function` applied to every tensor in it, and itself if none changed.
 
-    `function` accepts a tensor and returns a tensor, or the same object for no change. `value` is a tensor, or
-    arbitrarily nested tuples (including named tuples), lists, sets, mappings, dataclasses and namespaces of tensors.
-    Other objects are returned unchanged.
-
-    Returns `value` itself if no tensor changed. Otherwise, the containers of changed tensors are copied, preserving
-    their classes.
+    Containers, also dataclasses and namespaces, of changed tensors are copied, with their classes; other objects are
+    not.
     """
     if isinstance(value, torch.Tensor):
         return function(value)

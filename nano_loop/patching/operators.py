@@ -126,11 +126,7 @@ def overridden(
 def overridden_together(
     name: Hashable, make: Callable[[], Mapping[str, Callable[..., Any]]], dispatch_key: str
 ) -> AbstractContextManager[None]:
-    """Replace the kernels of several operators by functions, which is faster than replacing them one by one.
-
-    `name` identifies the replacements. `make` returns the functions by operator, and is called for the first user only;
-    see `overridden`.
-    """
+    """Replace kernels of several operators at once, which is faster, by those that `make` returns; see `overridden`."""
     return shared_change((name, dispatch_key), lambda: registered(make(), dispatch_key))
 
 

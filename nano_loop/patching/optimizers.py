@@ -154,10 +154,7 @@ def lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def laid_out_as(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `value` with the strides of `like` and the shape and dtype of `value`.
-
-    If `like` is not dense, only its order of dimensions is preserved.
-    """
+    """Return a copy of `value`, with its shape and dtype, and the strides, or if not dense the order, of `like`."""
     return torch.empty_like(like, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
@@ -165,10 +162,7 @@ def laid_out_as(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def innermost(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Replace each wrapper by the optimizers inside it, without duplicates.
-
-    An optimizer without hooks and without an inner optimizer is omitted with a `NanoWarning`.
-    """
+    """Replace wrappers by the optimizers inside them, without duplicates; warn about those that have no hooks."""
     innermost = [optimizer for optimizer in walk(optimizers, _wrapped) if not _wrapped(optimizer)]
     for optimizer in innermost:
         if not has_hooks(optimizer):

@@ -48,12 +48,7 @@ class ProductPolicy(Protocol):
 class Chooser(Protocol):
     """Chooses among the algorithms for a call: `nano_loop.autotune.race.Generation`."""
 
-    def algorithm(
-        self,
-        call: Any,
-        algorithms: Callable[[], Mapping[str, Callable[..., Any]]],
-        guess: str,
-    ) -> str:
+    def algorithm(self, call: Any, algorithms: Callable[[], Mapping[str, Callable[..., Any]]], guess: str) -> str:
         """Return the name of the algorithm."""
 
 
@@ -87,8 +82,7 @@ class CallState(threading.local):
 
     #: By module id. A module has several if several threads or nested runs have set it up. Shared by all threads.
     interceptors: dict[int, tuple[Any, ...]] = process_wide("interceptors of calls, by module", {})
-    #: Functions around calls into modules without interceptors, called with the function, the module and the arguments.
-    #: Shared by all threads.
+    #: Functions around calls into modules without interceptors, in all threads: of the function, the module, arguments.
     watchers: list[Callable[..., Any]] = process_wide("watchers of calls", [])
 
     def __init__(self) -> None:

@@ -18,11 +18,7 @@ _tables: dict[str, dict[Any, Any] | list[Any] | set[Any]] = {}
 
 
 def process_wide(name: str, table: Table) -> Table:
-    """Register and return a table of process-wide state, which is empty when no run is active.
-
-    `name` describes its contents. The table is a plain dict, list or set: access costs nothing extra, and
-    `torch.compile` can trace it.
-    """
+    """Register and return a plain table of state of the process, which is empty when no run is active."""
     _tables[name] = table
     return table
 
@@ -60,10 +56,7 @@ until_undone: dict[Callable[..., Any], ExitStack] = process_wide("changes that t
 
 @contextmanager
 def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value]]) -> Iterator[Value]:
-    """Make a process-wide change that lasts until its last user has exited; `key` identifies it.
-
-    `make` is called for the first user only. Every user gets the value of its context manager.
-    """
+    """Make a change, identified by a key, until its last user exits; all get the value of the first one's `make`."""
     with _lock:
         change = _changes.get(key)
         if change is None:
@@ -81,13 +74,9 @@ def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value
                 change.context.__exit__(None, None, None)
 
 
-def _no_listeners() -> AbstractContextManager[list[Any]]:
-    return nullcontext([])
-
-
 @contextmanager
 def listening(
-    key: Hashable, listener: Any, make: Callable[[], AbstractContextManager[list[Any]]] = _no_listeners
+    key: Hashable, listener: Any, make: Callable[[], AbstractContextManager[list[Any]]] = lambda: nullcontext([])
 ) -> Iterator[None]:
     """Add a listener to the list that is the value of a change; the default change only holds the list."""
     with shared_change(key, make) as listeners:

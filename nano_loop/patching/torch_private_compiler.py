@@ -15,8 +15,7 @@ from torch import nn
 
 from nano_loop.patching.torch_private import full_name
 
-#: Whether `torch.compile` traces ``function.__get__`` but not `types.MethodType` in traced code. 2.8 and 2.11 do the
-#: opposite.
+#: Whether `torch.compile` traces ``function.__get__`` but not `types.MethodType`. 2.8 and 2.11 do the opposite.
 TRACES_BINDING = torch.__version__ >= "2.13"  # a `TorchVersion`, which compares version numbers
 #: The package of `torch.compile`. Every optimizer imports it, which takes as long as importing torch.
 COMPILER_PACKAGE = "torch._dynamo"

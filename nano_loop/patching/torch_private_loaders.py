@@ -51,10 +51,7 @@ def stop_kept_workers(loader: DataLoader[Any]) -> None:
 
 
 def default_collate_by(batch: Sequence[Any], of_arrays: Callable[[Sequence[Any]], torch.Tensor | None]) -> Any:
-    """Return what `default_collate` returns, but try `of_arrays` first for numpy arrays; it may return None.
-
-    Functions that the user has registered for arrays or tensors take precedence.
-    """
+    """Return what `default_collate` returns, but try `of_arrays` first unless the user has registered functions."""
     functions: dict[Any, Any] = dict(default_collate_fn_map)
     if (functions.get(np.ndarray), functions.get(torch.Tensor)) == (collate_numpy_array_fn, collate_tensor_fn):
 

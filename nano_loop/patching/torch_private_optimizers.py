@@ -84,10 +84,7 @@ def fused_adam(
 
 
 def fused_sgd(
-    parameters: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    momenta: Sequence[torch.Tensor] = (),
-    **numbers: Any,
+    parameters: list[torch.Tensor], gradients: list[torch.Tensor], momenta: Sequence[torch.Tensor] = (), **numbers: Any
 ) -> None:
     """Call the fused kernel of SGD for all steps but the first."""
     torch._fused_sgd_(parameters, gradients, [*momenta], is_first_step=False, **numbers)

@@ -13,11 +13,7 @@ CONTAINERS = (list, tuple, set, frozenset, dict)
 def walk(
     start: Iterable[Any], contents: Callable[[Any], Iterable[Any]], *, depth: int = 1000, most: int = 1 << 20
 ) -> Iterator[Any]:
-    """Yield objects, then their contents, and so on. Cycles are allowed.
-
-    `contents` returns the contents of an object; they are empty for objects that are not traversed. `depth` is the
-    maximum distance of an object from those in `start`, and `most` is the maximum number of objects.
-    """
+    """Yield objects, then their contents, up to a `depth`, and so on, at most `most`. Cycles are allowed."""
     seen: dict[int, Any] = {}  # kept alive, so that their ids are not reused
     level = start
     for _ in range(depth + 1):

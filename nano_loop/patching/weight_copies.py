@@ -63,10 +63,7 @@ def takes_mark(weight: Tensor) -> bool:
 
 
 def marked(weight: Tensor, freed: Callable[[Any], None] | None = None) -> Unwritten | None:
-    """Mark the memory of a strided CPU tensor, or return None if writes could go undetected.
-
-    `freed` is called when the memory is freed.
-    """
+    """Mark a strided CPU tensor's memory, calling `freed` at its end, or return None if writes could go undetected."""
     if not has_lone_storage(weight):
         return None
     with torch.no_grad(), suppress(RuntimeError):  # torch does not own the memory
@@ -76,10 +73,7 @@ def marked(weight: Tensor, freed: Callable[[Any], None] | None = None) -> Unwrit
 
 
 class WeightCopies:
-    """Copies of weights, each with a mark that shows whether it is still valid.
-
-    `convert` copies a weight. It must only read it.
-    """
+    """Copies of weights by `convert`, which only reads, each with a mark that shows whether it is still valid."""
 
     def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
         self._convert = convert

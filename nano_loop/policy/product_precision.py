@@ -29,11 +29,7 @@ _RATE = 5e10
 
 
 class Policy:
-    """Decides which products of a run's models round their inputs. Sums and results are fp32.
-
-    `record` is called for each product that rounds, with the dtype, its kind, and the number of values packed without a
-    cast.
-    """
+    """Decides which products of a run's models round their inputs, with `record` called for each. Sums are fp32."""
 
     def __init__(self, dtype: torch.dtype, record: Callable[[torch.dtype, str, int], None]) -> None:
         self.dtype = dtype  # to which inputs are rounded: bfloat16 or float16
@@ -73,10 +69,7 @@ class Policy:
         self._multiplications, self._began = 0, time.perf_counter()
 
     def learn(self) -> float:
-        """Compute products with fewer multiplications than all that have rounded in fp32, without further checks.
-
-        Return the approximate fp32 time of the products that have rounded, in units of the time since `watch`.
-        """
+        """Stop checking products below all that have rounded; return the fp32 time of these per time since `watch`."""
         self._least = {kind: self._fewest.get(kind, math.inf) for kind in MIN_MULTIPLICATIONS}
         seconds = self._multiplications / (_RATE * torch.get_num_threads())
         return seconds / (time.perf_counter() - self._began)
@@ -96,10 +89,7 @@ def is_large(kind: str, multiplications: float) -> bool:
 
 
 def line_searches_in_fp32() -> AbstractContextManager[None]:
-    """Return a context in which products are fp32 in steps of optimizers that require a closure.
-
-    Such steps compare losses, whose differences are smaller than rounding errors. A step must begin in the context.
-    """
+    """Return a context in which steps that require a closure, whose losses they compare, have fp32 products."""
     return shared_change("line searches in fp32", lambda: called_before_steps(_with_closure_in_fp32))
 
 

@@ -2,8 +2,7 @@
 
 #: Steps before the first timed one, and steps that are timed without the profiler.
 WARMUP, TIMED = 4, 5
-#: Then steps are profiled. The profiler's allocations fragment the memory of tensors, so the first steps take longer
-#: and are not counted.
+#: Then steps are profiled. The profiler's allocations fragment memory, so the first are slower and are not counted.
 UNCOUNTED, PROFILED = 3, 5
 #: All steps, with the one between the two profiles.
 STEPS = WARMUP + TIMED + UNCOUNTED + 1 + PROFILED

@@ -34,11 +34,7 @@ _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
 
 
 def times_of(events: Iterable[Any], wall: float) -> dict[str, float]:
-    """Return the time of each kind of work in some steps, in the unit of the events.
-
-    The events are those of `torch.profiler` in the loop's thread. The part of `wall`, the time of the steps, that no
-    event covers is Python's.
-    """
+    """Return the time of each kind of work in `torch.profiler`'s events of the loop; the rest of `wall` is Python's."""
     times = dict.fromkeys(KINDS, 0.0)
     for event in events:
         times[kind_of(event)] += event.self_cpu_time_total

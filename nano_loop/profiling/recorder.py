@@ -146,10 +146,7 @@ class Recorder:
         return (os.getpid(), threading.get_ident()) == self._place
 
     def _mark(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Mark a step of an optimizer for the profiler: torch's own event ends after the hooks, when we have stopped.
-
-        The closure of a step counts as forward and backward.
-        """
+        """Mark a step for the profiler, as torch's event ends after the hooks; its closure is forward and backward."""
         if not self._is_here():
             return None
         self._optimizers[optimizer] = None

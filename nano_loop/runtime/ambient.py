@@ -77,11 +77,9 @@ _modes: list[Ambient] = process_wide("ambient modes", [])
 
 
 class Ambient:
-    """Sets up the objects that a program trains with, in the scope of a run, until `close`.
+    """Sets up the objects that a program trains with, in the scope of a run, until `close`; see the module.
 
-    Models that are trained together are set up by one nested run, which lasts as long as they do. The report of the
-    run, which has been entered, lists the objects. `finds_models` is whether to set up models that were not passed to
-    `Run.setup`. Otherwise only loaders are set up.
+    Without `finds_models`, those passed to `Run.setup` are the models, and only loaders are set up.
     """
 
     def __init__(self, run: Run, *, finds_models: bool = True) -> None:
@@ -264,17 +262,14 @@ class Ambient:
         assert self._run.stepped is not None  # not a nested run
         return self._run.stepped
 
-    @property
-    def _may_train(self) -> bool:
-        return bool(self._optimizers) or self._trains_others
-
     def _watch_loaders(self) -> None:
         in_all_threads = self._run.in_all_threads
         self._ending.enter_context(implicit_loaders_changed(self._find_loader, in_all_threads=in_all_threads))
 
     def _find_loader(self, loader: DataLoader[Any]) -> None:
         """Set up a loader that is used while something may be trained."""
-        if loader in self._loaders or not self.is_here() or (self._finds_models and not self._may_train):
+        may_train = self._optimizers or self._trains_others or not self._finds_models
+        if loader in self._loaders or not self.is_here() or not may_train:
             return
         with self._lock:
             self._loaders[loader] = None

@@ -20,10 +20,7 @@ _CHANCES, _COPIED = 8, 16
 
 
 class Training:
-    """A run for models that are trained together. It ends when all objects that it weakly references have been freed.
-
-    The outer run is None if nothing is set up.
-    """
+    """A run, inside `outer` if any, for models that are trained together, until all objects that it holds are freed."""
 
     def __init__(self, outer: Run | None) -> None:
         self._run = None if outer is None else outer.inner()
@@ -61,11 +58,7 @@ class Training:
 
 
 class ChangedValues:
-    """Modules whose parameters may change after a backward, which shows that something trains them.
-
-    It is not a torch optimizer, or one that was not seen. Version counters do not count writes through ``.data``.
-    Modules are not kept alive.
-    """
+    """Modules, kept weakly, whose values may change after a backward, also through ``.data``: something trains them."""
 
     def __init__(self) -> None:
         self._left: Any = WeakIdKeyDictionary()  # the remaining number of backwards for a module to be reached

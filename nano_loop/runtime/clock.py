@@ -26,12 +26,9 @@ Cancel = Callable[[], object]
 class StepClock:
     """Counts the steps of a run's optimizers, for all code in this process that acts at a step.
 
-    Each optimizer has one pair of hooks, registered among the program's own hooks at the time of the setup. Functions
-    are called in the order of their subscriptions, in any thread. Steps in threads other than the run's are neither
-    counted nor timed.
-
-    A step that raises does not end; the next one starts over. If a class overrides ``step`` and calls its base's
-    ``step``, torch calls the hooks of both. Such a step ends once, with the outer one.
+    Functions are called in the order of their subscriptions, in any thread; steps in other threads do not count. A step
+    that raises does not end. If a class overrides ``step`` and calls its base's ``step``, torch calls the hooks of
+    both; such a step ends once, with the outer one.
     """
 
     def __init__(self) -> None:
@@ -139,10 +136,7 @@ class StepClock:
 
 
 def _is_called_by(caller: int) -> bool:
-    """Whether the frame that called the current hook was called, directly or indirectly, by that with the id `caller`.
-
-    A frame that has returned may have had the id of the hook's own caller.
-    """
+    """Whether the hook's caller was called by the frame with the id `caller`, and has not got that id itself since."""
     frame = sys._getframe(2)
     if id(frame) == caller:
         return False

@@ -75,11 +75,9 @@ class _Limit(NamedTuple):
 
 
 class MemoryWatch:
-    """Observes the memory of one run.
+    """Observes the memory of one run: from a setup until each optimizer has stepped, if there is a limit.
 
-    From a setup with optimizers until each of these has stepped, the resident memory is read after each call of a
-    module in training, and before the backward of its outputs. Before the first step, the peak of the following steps
-    is predicted. Without a limit, nothing is read.
+    The resident memory is read after each call of a module in training, and before the backward of its outputs.
     """
 
     def __init__(self, options: Options, ranks: Ranks, clock: StepClock, interceptors: CallInterceptors) -> None:

@@ -21,10 +21,7 @@ FUNCTIONS = (
 
 @functools.cache
 def resolve_mkl_functions(dtype: torch.dtype) -> None:
-    """Call each of `FUNCTIONS` with one number in one thread: 0.8 ms and 2.5 MB of code, once per process.
-
-    MKL has separate functions for fp32 and fp64, and none for other dtypes.
-    """
+    """Call each of `FUNCTIONS` with one number in one thread, once per process: 0.8 ms and 2.5 MB of code."""
     if dtype not in (torch.float32, torch.float64) or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return
     one = torch.ones(1, dtype=dtype, device="cpu")

@@ -35,7 +35,7 @@ from nano_loop.patching.user_code import trim_tracebacks
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.memory import MemoryWatch
 from nano_loop.runtime.mkl_functions import resolve_mkl_functions
-from nano_loop.runtime.objects.report import LastPrinted, SetupReport, StepResult, print_lines
+from nano_loop.runtime.objects.report import SetupReport, StepResult, print_lines
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run_report import RunReport
 from nano_loop.runtime.settings import Settings
@@ -92,14 +92,14 @@ class Run:
         *,
         slot: RankSlot | None = None,
         launcher: Launcher | None = None,
-        printed: LastPrinted | None = None,
+        printed: list[str] | None = None,
         outer: Run | None = None,
         step_types: Sequence[type[Step]] | None = None,
         in_all_threads: bool = False,
     ) -> None:
         self.options = settings.options
         self._task = task
-        own = RunReport(settings.options, printed or LastPrinted())
+        own = RunReport(settings.options, [] if printed is None else printed)
         self._results: RunReport = own if outer is None else outer._results
         self._is_inner = outer is not None
         self._is_set_up = False  # True after the first setup()
@@ -193,10 +193,7 @@ class Run:
             self.end()
 
     def inner(self, step_types: Sequence[type[Step]] | None = None, **changes: Any) -> Run:
-        """Start and return a nested run with the same report. It lasts until it is exited.
-
-        Its steps are of the classes `step_types`, in order; by default, all. `changes` are options with changed values.
-        """
+        """Start and return a nested run with the same report and some options changed. It lasts until it is exited."""
         options = self.options.changed(changes) if changes else self.options
         return Run(
             Settings(options, self._active_slot.machine), slot=self._active_slot, outer=self, step_types=step_types

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from nano_loop.config.options import Options
-from nano_loop.cpu import Machine, format_cpu_list
+from nano_loop.cpu import format_cpu_list
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.kernels.build import summary
-from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult
+from nano_loop.runtime.objects.report import ReportPrinter, SetupReport, StepResult
 from nano_loop.steps.step import Step
 from nano_loop.version import __version__
 
@@ -25,7 +25,7 @@ _MUCH = 100 << 20  # the report lists copies of arguments from this number of by
 class RunReport:
     """The report of a run and its nested runs, which rank 0 prints, except for lines that the previous run printed."""
 
-    def __init__(self, options: Options, printed: LastPrinted) -> None:
+    def __init__(self, options: Options, printed: list[str]) -> None:
         self.report: SetupReport | None = None  # None until something is added
         self._options = options
         self._printer = ReportPrinter(printed)
@@ -58,10 +58,7 @@ class RunReport:
         self.unmet = {entry[0]: entry for entry in unmet if self.unmet is None or entry[0] in self.unmet}
 
     def unmet_of(self, steps: Iterable[Step], *, are_errors: bool = False) -> Iterator[tuple[str, str, str]]:
-        """Yield the steps set to True that do not apply to any set-up object, with reasons and hints.
-
-        With `are_errors`, leave out those whose reason is harmless.
-        """
+        """Yield steps set to True that apply to no set-up object, with reasons, harmless ones unless `are_errors`."""
         results = [] if self.report is None else self.report.results
         in_use = {result.name for result in results if result.status != "skipped"}
         reasons = {result.name: result.detail for result in results}
@@ -101,16 +98,13 @@ def _title(slot: RankSlot) -> str:
     used = ", ".join(format_cpu_list(cpus) for cpus in ranks.shares or [machine.allowed])
     threads = torch.get_num_threads()
     hosts = "" if ranks.on_one_host else f", {ranks.local_size} on this host"
+    bf16 = (name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in machine.instruction_sets)
     parts = [
         f"nano_loop {__version__}",
         f"{ranks.size} process{'es' if ranks.size > 1 else ''}{hosts} × {threads} thread{'s' if threads > 1 else ''}",
         f"CPUs {used} of {len(machine.logical_cpus)}{quota}",
-        ", ".join([machine.name, *_bf16_instructions(machine)]),
+        ", ".join([machine.name, *bf16]),
         summary(),
         *([f"{slot.copied / (1 << 30):.1f} GiB of arguments copied"] if slot.copied >= _MUCH else []),
     ]
     return " · ".join(parts)
-
-
-def _bf16_instructions(machine: Machine) -> list[str]:
-    return [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in machine.instruction_sets]

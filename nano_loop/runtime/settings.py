@@ -43,10 +43,7 @@ def script_of_process() -> str | None:
 
 
 def learn(machine: Machine, script: str, options: Options, changes: Mapping[str, Any]) -> None:
-    """Save the fastest options of a script on a machine, for later runs of it with these options.
-
-    For `script`, see `script_of_process`. `changes` are the options whose values change.
-    """
+    """Save the `changes` that make a script, see `script_of_process`, fastest on a machine, for its later runs."""
     choices = choices_for(machine, threads=0)
     choices.put(_key(script, options, machine), Choice(json.dumps(changes), "{}", {}))
     choices.save()
@@ -55,8 +52,7 @@ def learn(machine: Machine, script: str, options: Options, changes: Mapping[str,
 def with_learnt(options: Options, machine: Machine, written: Collection[str]) -> Options:
     """Return the options of a call, with the changes that `nano-loop tune` has found.
 
-    Options that the program or the environment has set do not change, except ``num_processes="auto"``. Neither does the
-    precision: `learn` saves the fastest options per precision. `written` are the options that the call names.
+    What the call, which names `written`, or the environment has set does not change, except ``num_processes="auto"``.
     """
     place, command = cache_path(), take_command()
     asked_for = {"num_processes"} if options.num_processes == "auto" else set()
@@ -93,11 +89,9 @@ class Settings:
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any], is_complete: bool = True) -> Settings:
-        """Read the options of a call from its arguments, the environment and `nano-loop tune`, and inspect the machine.
+        """Read the options of a call, the environment and `nano-loop tune`, and inspect the machine.
 
-        Raises a `NanoConfigError` that lists all options that are invalid or have no effect, and a `NanoError` if the
-        options request processes that were not started. Unless the options are `is_complete`, those that have no effect
-        are not an error.
+        Raises a `NanoConfigError` that lists all options that are invalid or, if they are complete, have no effect.
         """
         options, machine = Options.from_call(arguments), read_machine()
         # All online CPUs: a worker process, which imports the program again, may use only its share.
@@ -112,10 +106,7 @@ class Settings:
         return expected_ranks(self.options)
 
     def prepare(self, caller: object) -> None:
-        """Start slow preparations for the next run, if `caller` is a function or a class of the script.
-
-        For an imported module, it is not known whether there will be a run.
-        """
+        """Start slow preparations for the next run if `caller` is the script's: a module may have none."""
         if getattr(caller, "__module__", None) == "__main__":
             prepare(self.options, self.machine)
 

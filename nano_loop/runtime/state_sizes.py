@@ -32,10 +32,7 @@ def bytes_of_states(optimizer: Optimizer) -> int:
 
 
 def bytes_of_temporaries(optimizer: Optimizer) -> int:
-    """Return the size in bytes of the temporary tensors of a step with ``foreach=True``: one per parameter of a group.
-
-    SGD without weight decay needs none.
-    """
+    """Return the bytes of temporary tensors of a ``foreach`` step: a group's parameters, but for SGD without decay."""
     groups = [group for group in optimizer.param_groups if group.get("foreach")]
     if isinstance(optimizer, SGD):
         groups = [group for group in groups if group["weight_decay"] or group["maximize"]]
@@ -54,9 +51,7 @@ def _is_torchs(kind: type[Optimizer]) -> bool:
 
 
 def bytes_of_coming_states(optimizer: Optimizer, dtype: torch.dtype | None = None) -> int:
-    """Return the size in bytes of the states that an optimizer's first step will create; 0 if they are not torch's.
-
-    `dtype` is that of the states; None: that of the parameters.
+    """Return the bytes of the states, in a `dtype`, that a first step will create; 0 if they are not torch's.
 
     torch's own step computes it, for one tensor without memory per group. Replacements by the program are not called.
     """

@@ -29,9 +29,7 @@ class SteppedOptimizers:
     """Watches the first step of each optimizer in the scope of a run.
 
     In one process, this sets up an optimizer that trains a set-up model but was not set up. In several, the clock
-    counts its steps, since other ranks may not step it. `hint` says how to set up objects, and `apply` does it. `unmet`
-    is called at the first step of the run, and returns the options set to True that do not apply to any set-up object,
-    with reasons and hints.
+    counts its steps, since other ranks may not step it. `unmet` returns the options set to True that apply to nothing.
     """
 
     def __init__(
@@ -43,8 +41,7 @@ class SteppedOptimizers:
         unmet: Callable[[], Iterable[tuple[str, str, str]]],
         clock: StepClock,
     ) -> None:
-        #: In the ambient mode, sets up an optimizer that trains no set-up model. It returns False to be called again
-        #: before the next step.
+        #: In the ambient mode, sets up an optimizer without a set-up model. Returns False to be called again.
         self.take: Callable[[Optimizer], bool] | None = None
         self.saw_inner_run = False  # whether optimizers have stepped in a nested run
         self._ranks, self._scope, self._hint, self._apply, self._unmet = ranks, scope, hint, apply, unmet
@@ -52,8 +49,7 @@ class SteppedOptimizers:
         self._models: Any = WeakIdKeyDictionary()
         self._optimizers: Any = WeakIdKeyDictionary()  # those that were set up
         self._clock = clock
-        # Optimizers that were checked, by id. Each step looks this up, and a weak dictionary would make several calls
-        # for that.
+        # Optimizers that were checked, by id, since each step looks this up, and weak dictionaries are slow.
         self._stepped: dict[int, weakref.ref[Optimizer]] = {}
         self._idle: dict[int, str] = {}  # report lines by id, for those that have stepped without gradients
         self._remarks: dict[str, None] = {}

@@ -23,8 +23,7 @@ from nano_loop.cpu.process import Waits, is_busy, unsure
 from nano_loop.patching.optimizers import held_by
 from nano_loop.patching.patch_table import shared_change, users
 
-#: The minimum speed-up of the other setting, by medians, and the slowdown of a step that triggers another
-#: measurement.
+#: The minimum speed-up of the other setting, by medians, and a step's slowdown that triggers another measurement.
 PAYS, AGAIN = 1.1, 2.0
 #: The minimum and maximum number of rounds, and the number of steps that determine the usual step time.
 _LEAST, _MOST, _USUAL = 3, 8, 9
@@ -42,17 +41,15 @@ _Setting = TypeVar("_Setting", bound=Hashable)
 class StepTrial(Generic[_Setting]):
     """A setting of a loop: the initial one, until the other is measured to be faster in the loop's own steps.
 
-    The steps of the first optimizer that steps are timed, or of another one if it has not stepped for a long time. The
-    extra time of slower steps in the other setting is the cost. A measurement begins and continues while the budget
-    covers such a step, or while all of them cost less than one usual step: measurements of operators may have spent the
-    budget of hundreds of steps, which would all have the slower setting.
+    The steps of the first optimizer that steps are timed. A measurement begins and continues while the budget covers a
+    slower step, or while all of them cost less than one usual step: operators may have spent the budget of hundreds of
+    steps.
 
     Results are saved for later runs on this machine that step parameters of the same shapes in about the same time. If
     all of these chose the other setting, a run has it from the second step on, until the times of its steps differ.
 
-    `settings` are the current setting of the loop and the other one, `take` applies one, and `settled` is called when
-    one is chosen. `present` returns the current setting: if the program changes it, the trial ends. To be chosen, the
-    other setting must be `pays` times as fast by medians, and faster in the fraction `wins` of at most `most` rounds.
+    If the program changes the `present` setting, the trial ends. To be chosen, the other setting must be `pays` times
+    as fast by medians, and faster in the fraction `wins` of at most `most` rounds.
     """
 
     def __init__(

@@ -42,12 +42,10 @@ _FIRST = SETTINGS | {MMAP_THRESHOLD: 1 << 20}
 
 
 class Allocator(Step):
-    """Sets glibc's thresholds with `mallopt(3)`.
+    """Sets glibc's thresholds with `mallopt(3)`, after the first step of each optimizer, when its state exists.
 
-    They apply after the first step of each optimizer, when its state exists.
-
-    Undoing the step sets the highest thresholds that glibc would choose itself, and trims the heap. glibc's dynamic
-    adjustment stays disabled, since glibc has no call to enable it again.
+    Undoing sets the highest thresholds that glibc would choose, and trims the heap: nothing enables its adjustment
+    again.
     """
 
     name = "allocator"
@@ -110,10 +108,9 @@ def _kept_memory() -> Iterator[None]:
 
 @contextmanager
 def _trimmed_children() -> Iterator[None]:
-    """Let processes that are forked in this context, such as a loader's workers, return freed memory that they inherit.
+    """Let processes that are forked in this context, as a loader's workers, return freed memory that they inherit.
 
-    Otherwise the kernel copies each of these pages when the training process next writes to it, since parent and child
-    share it. With a ResNet-18, the first step of an epoch took half a second longer.
+    Otherwise the kernel copies each page that is written to next: a ResNet-18's first step took half a second longer.
     """
     trim = _trim_after_fork()
     trim.is_on = True

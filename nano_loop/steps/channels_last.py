@@ -186,10 +186,7 @@ def _in_plain_layout(tensor: Tensor) -> Tensor:
 
 
 def _is_nhwc(tensor: Tensor) -> bool:
-    """Whether channels are innermost in memory, followed by two or more dimensions of pixels.
-
-    In a single image, without a batch dimension, channels are the first dimension; in a batch, the second.
-    """
+    """Whether channels, the first or second dimension, are innermost in memory, followed by two or more of pixels."""
     if tensor.layout is not torch.strided or in_functorch():
         return False
     strides = tensor.stride()
@@ -256,10 +253,7 @@ def _converting_its_input(forward: Call) -> Call:
 
 
 def _marked(output: Tensor, input: Tensor, convolution: nn.Module | None = None) -> Tensor:
-    """Mark whether an output is NHWC only because of the conversion.
-
-    In the plain loop it has the layout of its input, or that of the convolution's weight if this is NHWC.
-    """
+    """Mark an output that the plain loop would have in NCHW: as its input, or as the convolution's weight if NHWC."""
     if not (torch.compiler.is_compiling() or in_functorch()):
         also_plainly = convolution is not None and _has_weight_in_nhwc(convolution)
         mark(output, not (also_plainly or (_is_nhwc(input) and not is_converted(input))))
@@ -291,10 +285,7 @@ def _view_or_reshape(view: Call) -> Call:
 
 
 def _in_nchw_without_gradient(group_norm: Call) -> Call:
-    """Avoid a crash of the process: torch's backward of a group norm in NHWC whose input needs no gradient.
-
-    It applies to all code of the process, since the original call would crash.
-    """
+    """Avoid a crash, in all code: torch's backward of a group norm in NHWC whose input needs no gradient."""
 
     def norm(input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, *args: Any, **kwargs: Any) -> Tensor:
         trained = any(tensor is not None and tensor.requires_grad for tensor in (weight, bias))

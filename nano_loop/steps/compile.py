@@ -35,10 +35,7 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def arguments_with(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's arguments of `torch.compile`, extended so that Inductor draws as the plain loop does.
-
-    The user's options take precedence. Backends other than Inductor get the arguments unchanged.
-    """
+    """Return the user's arguments of `torch.compile`, extended so that Inductor draws as the plain loop does."""
     arguments = dict(options)
     if arguments.get("backend") not in (None, "inductor"):
         return arguments
@@ -56,8 +53,7 @@ def arguments_with(options: Mapping[str, Any]) -> dict[str, Any]:
 def own_cache() -> Iterator[None]:
     """Make Inductor store compiled code below nano_loop's cache folder, unless the user has set a folder.
 
-    Its default folder is named after the user in the folder for temporary files, and belongs to whoever creates it
-    first. If nano_loop has no trusted folder, Inductor gets a private one for the run.
+    Its default folder in the one for temporary files belongs to whoever creates it first.
     """
     before = os.environ.get(_CACHE)
     with ExitStack() as stack:
@@ -92,8 +88,7 @@ _REPEATS = 2
 def repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
     """Return the repeated blocks of a model, in groups of equal structure, or an empty list.
 
-    The blocks are the modules in the outermost lists and sequences that contain two modules of equal structure. The
-    other modules of such a list are included in separate groups, since code around a block is not compiled.
+    These are the modules in the outermost lists and sequences that contain two of equal structure.
     """
     groups: dict[Hashable, list[nn.Module]] = defaultdict(list)
     for block in _blocks_in(model):
@@ -146,11 +141,7 @@ _numbers = itertools.count()
 class Compile(Step):
     """Compiles modules in place, which keeps their identity, their keys and their classes.
 
-    Each kind of repeated block, such as the layers of a transformer, is compiled once. A model without repeated blocks
-    is compiled as a whole. Compiled code does not call nano_loop's kernels.
-
-    The step is disabled by default. On a CPU, compiling a training step takes ten seconds to a minute, and the result
-    is rarely much faster than with the other steps.
+    Compiling takes ten seconds to a minute, and the result is rarely much faster than with the other steps.
     """
 
     name = "compile"
@@ -196,10 +187,6 @@ class Compile(Step):
 
 
 def _caller(name: str) -> Callable[..., Any]:
-    """Return a function that calls a module.
-
-    torch limits how often it compiles one code object, and treats sizes that differ between calls of the same name and
-    line as dynamic. So each function is a separate object with a separate name.
-    """
+    """Return a function that calls a module, with its own code and name: torch limits and compares calls by these."""
     code = plain_call.__code__.replace(co_name=f"{name}_{next(_numbers)}")
     return FunctionType(code, plain_call.__globals__, code.co_name)

@@ -23,10 +23,9 @@ ONE_BY_ONE = "are fetched one by one"
 
 
 class FastFetch(Step):
-    """Iterates over a private copy of each loader, which fetches whole batches or stacks arrays of samples in one call.
+    """Iterates over a private copy of each loader, which fetches whole batches or stacks arrays of samples at once.
 
-    The copy shares the loader's samplers and generator and uses torch's own iterator, so the order, the random numbers
-    and `len` do not change. The loader keeps its class, its dataset and its `collate_fn`.
+    The copy shares the loader's samplers and generator, so the order, the random numbers and `len` do not change.
     """
 
     name = "fast_fetch"

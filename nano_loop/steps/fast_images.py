@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 class FastImages(Step):
     """Iterates over a private copy of each loader of images, which fetches through a cache.
 
-    The cache stores the results of the deterministic transforms at the beginning of torchvision's pipelines. Random
-    transforms run as usual, so pixels and random draws are the same. There is no gain if no image is read twice.
+    It stores results of the deterministic transforms at the beginning of torchvision's pipelines; others run as usual.
     """
 
     name = "fast_images"

@@ -20,8 +20,8 @@ from nano_loop.steps.step import Step
 class FrozenDtype(Step):
     """Frees the fp32 values of frozen weights, one by one. After the run they have the rounded values in fp32.
 
-    Weights with shared memory are unchanged: memory of numpy, of other processes, and of an LSTM. A weight that the
-    program writes to is fp32 from then on, unless bf16 represents it exactly. See `nano_loop.kernels.narrow_weight`.
+    Weights with shared memory are unchanged. One that the program writes to is fp32 from then on, unless bf16
+    represents it.
     """
 
     name = "frozen_dtype"

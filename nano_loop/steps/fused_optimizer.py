@@ -24,9 +24,8 @@ _HAVE_KERNELS = (AdamW, Adam, SGD, Adagrad)
 class FusedOptimizer(Step):
     """Lets an optimizer use torch's fused kernels if they compute the same as its own loop over operators.
 
-    This is checked at each step for each group (see `nano_loop.optimizers.torch_fused_steps`). The program's flags do
-    not change. If possible, steps of the optimizer call the kernels directly (see
-    `nano_loop.optimizers.direct_steps`).
+    This is checked at each step for each group (see `nano_loop.optimizers.torch_fused_steps`); the program's flags
+    stay.
     """
 
     name = "fused_optimizer"

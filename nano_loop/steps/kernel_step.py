@@ -17,8 +17,7 @@ from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
-#: At this optimizer step, and at each doubling, torch's kernels are restored if no call used a replacement since the
-#: previous check.
+#: At this optimizer step, and each doubling, torch's kernels are restored if no call used a replacement since the last.
 LOOKS_FROM = 8
 
 
@@ -43,16 +42,12 @@ class Kernels(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A step that replaces kernels. `name` is the name of the step and of its option.
-
-    `kernels` are for reduced precision. `in_fp32` are for fp32, or None. `is_for_all_code` is whether the kernels are
-    replaced for all code in every precision, even if no model seems to call them.
-    """
+    """A step that replaces kernels, with the name of the step and of its option."""
 
     name: str
-    kernels: Kernels
+    kernels: Kernels  # for reduced precision
     in_fp32: Kernels | None = None
-    is_for_all_code: bool = False
+    is_for_all_code: bool = False  # whether they apply in every precision, even if no model seems to call them
 
 
 def step_of(row: Row) -> type[KernelStep]:
@@ -63,8 +58,7 @@ def step_of(row: Row) -> type[KernelStep]:
 class KernelStep(Step):
     """Replaces kernels of operators inside set-up models. Code that is not set up gets torch's own results.
 
-    A replacement takes some microseconds to reject a small tensor, which would slow down small models in fp32. So
-    torch's kernels are restored if no tensor of the first steps is large, or none is faster in C.
+    Rejecting a small tensor takes microseconds, so torch's are restored if no tensor is large, or none is faster in C.
     """
 
     row: ClassVar[Row]

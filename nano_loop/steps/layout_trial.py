@@ -30,10 +30,7 @@ class LayoutTrial:
     """The layout of a model: a guess, until both layouts have been timed with the loop's first batch.
 
     The model does not change, and neither do random states, buffers, gradients and variables of the loop. `accelerated`
-    is called with a copy of the model and ``channels_last``. It returns a context in which the copy is accelerated.
-
-    The attribute `model` is a weak reference to the model. `guess` is whether the model starts in NHWC. `recorded` has
-    the calls of the loop's first step, which are repeated. It is None if nothing is timed.
+    returns a context in which a copy is accelerated.
     """
 
     def __init__(
@@ -52,11 +49,7 @@ class LayoutTrial:
         return self._result or f"{_name(self.guess)}, not timed: {reason or 'no step has followed a backward'}"
 
     def run(self, tensors: Iterable[Tensor]) -> bool | None:
-        """Return whether NHWC is faster. Both layouts are timed if there are calls with gradients.
-
-        `tensors` are the parameters and buffers of the loop, which the copies may access. Returns None if there is
-        nothing to time, or it was already timed, or timing failed.
-        """
+        """Return whether NHWC is faster, or None; copies may access the loop's `tensors`, parameters and buffers."""
         if self.recorded is None or not self.recorded.is_ready:
             return None
         model = self.model()

@@ -122,11 +122,7 @@ _progress: WeakKeyDictionary[Optimizer, _Progress] = WeakKeyDictionary()
 
 
 def _pop_steps_taken(optimizer: Optimizer) -> int:
-    """Return the step at which the ramp of an optimizer begins.
-
-    A checkpoint that was loaded outside a run has left it in the groups. Otherwise it is the step of the last run,
-    unless a checkpoint loaded since has replaced the groups.
-    """
+    """Return the step at which a ramp begins: a loaded checkpoint's, or the last run's unless one was loaded since."""
     saved = _pop_entry(optimizer)
     before = _progress.pop(optimizer, None)
     if saved is not None:

@@ -39,34 +39,16 @@ _NUMBERS = 3  # number of right-aligned columns
 
 @dataclass
 class Logged:
-    """The casts between two dtypes by a line of code in a module and a part of the loop.
+    """The casts between two dtypes by a line of code in a module and a part of the loop."""
 
-    Attributes
-    ----------
-    source, target : str
-        The dtypes, such as ``"fp32"`` and ``"bf16"``. ``"bf16 in product"`` marks products that round their inputs.
-    part : {"forward", "backward", "optimizer"}
-        The part of the loop. Everything outside a backward and an optimizer's step is "forward".
-    module : str
-        The innermost module whose call, or its backward, contained them. Empty outside modules.
-    line : str
-        The line of code that called torch, such as ``"train.py:12"``. In a backward, the line of ``backward()``.
-    casts : int
-        The number of cast tensors, or of products.
-    again : int
-        The number of tensors that had already been cast to the same dtype in the same step, and not changed since.
-    cast_bytes : int
-        The bytes that the casts read and wrote, or that products read and wrote for inputs that they pack themselves.
-    """
-
-    source: str
-    target: str
-    part: str
-    module: str
-    line: str
-    casts: int = 0
-    again: int = 0
-    cast_bytes: int = 0
+    source: str  # the dtypes, such as "fp32" and "bf16"
+    target: str  # "bf16 in product" marks products that round their inputs
+    part: str  # "backward", "optimizer", or "forward" for everything else
+    module: str  # the innermost module whose call, or its backward, contained them; empty outside modules
+    line: str  # that called torch, such as "train.py:12"; in a backward, the line of ``backward()``
+    casts: int = 0  # the number of cast tensors, or of products
+    again: int = 0  # those cast to the same dtype before in the same step, and not changed since
+    cast_bytes: int = 0  # read and written by casts, or by products for inputs that they pack themselves
 
 
 @dataclass(frozen=True)
@@ -100,10 +82,9 @@ def _totals(rows: Iterable[Logged]) -> list[int]:
 
 
 class CastRecorder:
-    """Records the casts of this thread from its creation until `finish` or `close`.
+    """Records the casts of this thread, in modules with `names` by id, until `finish` or `close`.
 
-    Every cast ends in ``aten::copy_``, below autocast and autograd. We replace it there, so that composite operators
-    and scripted modules compute as without a log. `names` are the names of the modules to record, by id.
+    Every cast ends in ``aten::copy_``, below autocast and autograd: composite operators compute as without a log.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -234,10 +215,7 @@ _AFTER_STEPS = 2
 
 
 class LogCasts(Step):
-    """Records the casts of the third step, from the end of ``optimizer.step()`` to the next, on rank 0.
-
-    With several optimizers, this is the third step of all optimizers of the first setup.
-    """
+    """Records the casts between the end of all optimizers' second step and that of the third, on rank 0."""
 
     name = "log_casts"
     needs = "optimizers"

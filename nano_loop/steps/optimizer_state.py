@@ -36,8 +36,7 @@ _NEEDED = 'parameters and gradients must be dense, in fp32 or with precision="bf
 class OptimizerState(Step):
     """Steps SGD, Adam and AdamW in one pass over split weights, and other optimizers over temporary fp32 weights.
 
-    See `nano_loop.optimizers.split`. bf16 alone would lose each update that is smaller than 1/512 of the weight. It
-    cannot hold a running mean of squares with a decay of 0.999 either, unless it uses stochastic rounding.
+    bf16 alone would lose each update that is smaller than 1/512 of the weight, and most of a running mean of squares.
     """
 
     name = "optimizer_state"
@@ -183,11 +182,7 @@ def _with_torchs_states(original: Callable[[Optimizer], dict[str, Any]]) -> Call
 
 
 class WideWeights:
-    """The split weights of an optimizer, which are fp32 during its steps unless those run in C.
-
-    `weights` is None if no weights are split. `error` returns the error for an optimizer whose step is not in C, given
-    that optimizer and a reason. It is None if such optimizers are allowed.
-    """
+    """An optimizer's split weights, if any. They are fp32 in steps that do not run in C, if no `error` forbids them."""
 
     def __init__(
         self,

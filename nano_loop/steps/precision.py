@@ -44,9 +44,8 @@ from nano_loop.steps.step import SkipReason, Step
 class Precision(Step):
     """Enters autocast for each outermost call into a model, and exits it when the call returns.
 
-    Autocast's cache of bf16 weights is disabled, since the model may change a weight between two uses. Layers that use
-    weights several times keep their casts during a call. Frozen weights are cast again only after they may have been
-    written to.
+    Autocast caches no weights, which the model may change between two uses; recurrent layers and frozen weights keep
+    casts.
     """
 
     name = "precision"

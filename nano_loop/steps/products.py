@@ -35,25 +35,19 @@ from nano_loop.steps.step import SkipReason, Step
 #: Minimum number of elements of a weight. For smaller ones, the overhead of the replacement outweighs the gain.
 SMALLEST_WEIGHT = 1 << 15
 _MATRIX = 2
-#: The optimizer steps between which we observe which products round, after most measurements of the tuner. Large
-#: products that were not measured by then round.
+#: The optimizer steps between which we observe which products round; large ones that were not measured by then round.
 _WATCHES_FROM, LEARNS_AT = 24, 32
 #: See `StepTrial`.
 _PAYS, _WINS, ROUNDS = 1.03, 0.6, 16
 
 
 class _Kind(NamedTuple):
-    """A kind of products, which are computed in the same way.
+    """A kind of products, which are computed in the same way."""
 
-    `name` is a key of `nano_loop.policy.product_precision.MIN_MULTIPLICATIONS`. `overrides` are the replacements of
-    torch's kernels only for this kind; LSTMs have none, since `fast_rnn` replaces theirs. `is_for` returns whether a
-    model may have large products of this kind. `kernel` is the kernel that is required to round to bf16, or None.
-    """
-
-    name: str
-    overrides: tuple[Override, ...]
-    is_for: Callable[[nn.Module], bool]
-    kernel: CompiledKernel | None = None
+    name: str  # a key of `MIN_MULTIPLICATIONS`
+    overrides: tuple[Override, ...]  # only for this kind; `fast_rnn` replaces those of LSTMs
+    is_for: Callable[[nn.Module], bool]  # whether a model may have large products of this kind
+    kernel: CompiledKernel | None = None  # that is required to round to bf16
 
 
 def _has_large_weights(model: nn.Module) -> bool:
@@ -91,12 +85,10 @@ def reason_against(options: Options, machine: Machine) -> SkipReason | None:
 class Products(Step):
     """Gives set-up models a `Policy` that rounds the inputs of fp32 products, and replaces the kernels.
 
-    Matrix products, convolutions, attention and LSTMs round their inputs to bf16 (all except LSTMs also to fp16), and
-    accumulate and return fp32. torch computes products that are too small to gain. Since a replacement takes some
-    microseconds to detect this, after some steps it no longer checks products that are smaller than all that round, and
-    torch's kernels are restored for kinds of which none rounds. Then steps alternate between fp32 and bf16, and if
-    fp32 is faster, all of torch's kernels are restored; later runs start in fp32. Steps that require a closure, as of
-    LBFGS, compute in fp32.
+    A replacement takes some microseconds to detect a product that is too small to gain. So after some steps it no
+    longer checks products that are smaller than all that round, and torch's kernels are restored for kinds of which
+    none rounds. Then steps alternate between fp32 and bf16, and if fp32 is faster, all are restored; later runs start
+    in fp32.
     """
 
     name = "precision"
@@ -133,7 +125,8 @@ class Products(Step):
             return reason
         if self._all_round is False:
             return SkipReason("other_ranks", "fp32, as on a rank that cannot round")
-        if parts.models and not any(map(_has_fp32, parts.models)):
+        dtypes = {parameter.dtype for model in parts.models for parameter in parameters_of(model)}
+        if parts.models and torch.float32 not in dtypes:
             return SkipReason("not_fp32", "the model has no parameters in fp32")
         if not any(kind.is_for(model) for model in parts.models for kind in _KINDS):
             return SkipReason("too_small", "fp32, since no layer is large enough for rounding")
@@ -244,7 +237,3 @@ class Products(Step):
         else:
             why = SkipReason("too_small", "no product is large enough")
         return StepResult(self.name, "measured", f"fp32 for {names}: {why.detail}", code=why.code)
-
-
-def _has_fp32(model: nn.Module) -> bool:
-    return any(parameter.dtype is torch.float32 for parameter in parameters_of(model))

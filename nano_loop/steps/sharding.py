@@ -29,11 +29,7 @@ from nano_loop.steps.step import RanksStep, SkipReason
 
 
 class Sharding(RanksStep):
-    """Assigns batches r, r+N, … of each loader's sampler to rank r. The loaders are not changed.
-
-    This applies to the loaders of ``setup``, and, once a model or an optimizer was set up, to all other loaders that
-    the loop iterates, whether it creates them itself or they are global.
-    """
+    """Assigns batches r, r+N, … to rank r, of the loaders of ``setup`` and, once a model is set up, of all others."""
 
     name = "loaders"
     needs = "loaders"

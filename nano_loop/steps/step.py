@@ -31,8 +31,7 @@ class SkipReason(NamedTuple):
 
     code: str  # a short, stable identifier, such as "no_norm"
     detail: str  # one line, for the report
-    #: The line that lists an "auto" step together with others: `ABSENT`, `SMALL`, or a precision. Empty if the step has
-    #: its own line.
+    #: The line that lists an "auto" step with others: `ABSENT`, `SMALL`, or a precision; "" if the step has its own.
     idle: str = ""
 
     @classmethod
@@ -53,8 +52,7 @@ class StepContext:
     machine: Machine  # limited to the CPUs that this process may use
     interceptors: CallInterceptors
     ranks: Ranks = ALONE
-    #: Returns a context in which a copy of a model is accelerated with the options of the run, or with those passed by
-    #: name.
+    #: Returns a context in which a copy of a model is accelerated with the run's options, or with those passed by name.
     accelerated: Callable[..., AbstractContextManager[Any]] = nullcontext
     clock: StepClock = field(default_factory=StepClock)
 

@@ -22,10 +22,7 @@ _WARMUP, _ENOUGH, _LAST = 3, 5, 1000
 
 
 class StepTime(Step):
-    """Reports the median time from the end of one ``optimizer.step()`` to the end of the next, of the last thousand.
-
-    It does not accelerate anything. With several optimizers, it times the first one that is set up.
-    """
+    """Reports the median time of the last thousand steps of the first optimizer, and accelerates nothing."""
 
     name = "step_time"
     needs = "optimizers"

@@ -39,11 +39,7 @@ _DETERMINISTIC = "torch.use_deterministic_algorithms is on"
 
 
 class Threads(Step):
-    """Sets torch's thread count to ``num_threads``, or lowers it to the cores that affinity, cpuset and quota allow.
-
-    Alternates steps of an optimizer between this number and one thread if that is requested, or by default if other
-    programs use the CPUs, except where the number must not change. A number that the user has set is tried, too.
-    """
+    """Sets torch's thread count to ``num_threads``, or lowers it to the cores that affinity, cpuset and quota allow."""
 
     name = "threads"
     needs = None
@@ -106,10 +102,7 @@ class Threads(Step):
         return self.options.num_threads == "auto"
 
     def _try_one(self) -> None:
-        """Begin a trial of one thread if that is requested or other programs use the CPUs.
-
-        It alternates steps between the present number of threads and one, until the step is undone.
-        """
+        """Begin a trial of one thread if that is requested or other programs use the CPUs."""
         is_wanted = self._is_auto or (self._waits is not None and is_busy(self._waits.share()))
         key = _TRIED, threading.get_ident()
         self._kept_because = self._reason_to_keep(key)
@@ -181,11 +174,7 @@ def _advice(threads: int) -> str:
 
 
 def _is_users(variable: str) -> bool:
-    """Whether the user chose the thread count, and not torchrun, Ray or `nano-loop env`.
-
-    With several processes, torchrun sets it to 1. Ray sets it to the CPUs of an actor or a task, which may be hardware
-    threads, or to 1. `nano-loop env` sets it to the cores of the whole host.
-    """
+    """Whether the user chose the thread count, and not torchrun (1), Ray (an actor's CPUs) or `nano-loop env`."""
     if variable == "OMP_NUM_THREADS" and _RAYS in os.environ:
         return False
     torchruns = "TORCHELASTIC_RUN_ID" in os.environ and (variable, os.environ.get(variable)) == ("OMP_NUM_THREADS", "1")

@@ -25,11 +25,7 @@ _FIRST_SHARING = 4
 
 
 class TuneOperators(Step):
-    """Chooses algorithms for products, LSTMs, attention, gradients of convolutions, and operators on fp32 tensors.
-
-    The thresholds of `nano_loop.kernels`, which fit the CPUs on which they were measured, are only initial guesses.
-    Rank 0 measures, and all ranks use its choices.
-    """
+    """Chooses algorithms of operators by rank 0's measurements; thresholds of `nano_loop.kernels` are first guesses."""
 
     name = "tune_operators"
 
@@ -45,11 +41,6 @@ class TuneOperators(Step):
     @property
     def _is_in_fp32(self) -> bool:
         return self.options.kind.compute_name == "float32"
-
-    @property
-    def _rounds_to_bf16(self) -> bool:
-        """Whether products may round if that is faster. Rounding to fp16 never is."""
-        return self.options.kind.products is torch.bfloat16
 
     @property
     def _is_for_precision(self) -> bool:
@@ -85,8 +76,8 @@ class TuneOperators(Step):
     def _chooses(self, model: nn.Module) -> bool:
         """Whether earlier steps have given an fp32 model kernels or a policy with choices."""
         rules = self.interceptors.rules_of(model)
-        has_policy = self._rounds_to_bf16 and rules.policy is not None
-        return has_policy or bool(rules.kernels - _NOT_MEASURED)
+        may_round = self.options.kind.products is torch.bfloat16  # rounding to fp16 is never faster
+        return (may_round and rules.policy is not None) or bool(rules.kernels - _NOT_MEASURED)
 
     def _own_reason(self) -> SkipReason | None:
         if not self._is_for_precision:

@@ -25,8 +25,7 @@ from nano_loop.steps.step import Step
 class Verify(Step):
     """Records the calls into each model, and compares them before the first optimizer step after them.
 
-    The loop computes the loss, so it cannot be recomputed. Copies of the model therefore run backward from its outputs
-    with the gradients that reach them in the loop. Rank 0 compares for all ranks.
+    Copies run backward from their outputs with the gradients that reach these in the loop, whose loss is not known.
     """
 
     name = "verify"

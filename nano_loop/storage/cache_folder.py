@@ -26,11 +26,7 @@ def cache_path() -> Path | None:
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder, and create it if necessary; None if it cannot be created.
-
-    Its content is trusted, so code that reads or writes its files must open it with
-    `nano_loop.storage.trusted_files.open_folder`.
-    """
+    """Return the cache folder, created if necessary and possible; its files must be opened by `trusted_files`."""
     folder = cache_path()
     if folder is None:
         return None
@@ -53,10 +49,7 @@ def inductor_folder() -> str:
 
 
 class JsonFile:
-    """A JSON object in a file that other processes may also write and that may be damaged.
-
-    Nothing is stored if `path` is None. A file with another format version counts as empty.
-    """
+    """A JSON object of a version in a file, if any, that may be damaged, and that other processes may write."""
 
     def __init__(self, path: Path | None, version: int) -> None:
         self._path = path

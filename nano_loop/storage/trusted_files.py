@@ -28,11 +28,10 @@ _OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that are 
 
 
 def open_folder(path: str | Path, *, private: bool = False) -> int:
-    """Return the descriptor of a folder of this user that nobody else can write to or replace.
+    """Return the descriptor of a folder of this user that nobody else can write to, read if `private`, or replace.
 
-    Links are followed, except in the last part of the path. `private` is whether others may not read the folder either.
-    Raises an `OSError` if it cannot be opened, and a `NanoError` if another user can change or replace it, or it is not
-    a folder.
+    Links are followed, except in the last part. Raises an `OSError` if it cannot be opened, and a `NanoError` if it is
+    foreign.
     """
     parent, name = os.path.split(os.path.abspath(path))
     above = _open_part(parent)
@@ -48,10 +47,7 @@ def open_folder(path: str | Path, *, private: bool = False) -> int:
 
 
 def resolved(path: str | Path) -> Path:
-    """Return the path of a folder with links resolved. No other user may own a link or be able to replace it.
-
-    Raises an `OSError` or a `NanoError`; see `open_folder`.
-    """
+    """Return the path of a folder with links resolved, all of which nobody else can replace; see `open_folder`."""
     descriptor, place = _walked(path)
     os.close(descriptor)
     return Path(place)
@@ -68,11 +64,10 @@ def opened_folder(path: str | Path) -> Iterator[int]:
 
 
 def open_file(name: str, folder: int | None = None, flags: int = os.O_RDONLY, *, private: bool = False) -> int:
-    """Return the descriptor of a regular file of this user that nobody else can write to.
+    """Return the descriptor of a regular file of this user that nobody else can write to, or read if `private`.
 
-    `name` is its name in the folder with the descriptor `folder`, or its path. `flags` are those of ``os.open``.
-    `private` is whether others may not read the file either. Raises an `OSError` if it cannot be opened, and a
-    `NanoError` if another user can change it or it is not a regular file, such as a link or a pipe.
+    `name` is a name in `folder`, or a path. Raises an `OSError` if it cannot be opened, and a `NanoError` if it is
+    foreign.
     """
     try:
         descriptor = os.open(name, flags | _FILE, 0o600, dir_fd=folder)
@@ -111,18 +106,14 @@ def write_file(name: str, folder: int, content: bytes) -> None:
 
 
 def path_of(descriptor: int, path: str | Path) -> Path:
-    """Return a path to the open file of a descriptor of this process, valid until it is closed.
-
-    Returns `path` itself if the system has no such paths.
-    """
+    """Return a path to a descriptor's open file, valid until it is closed; `path` if the system has no such paths."""
     return Path(_DESCRIPTORS, str(descriptor)) if os.path.isdir(_DESCRIPTORS) else Path(path)
 
 
 def trusted_parent(parents: Iterable[Path | None]) -> Path:
-    """Return the first folder in which this user can write and nobody else can replace this user's files.
+    """Return the first folder in which this user can write and nobody else can replace its files, as in ``/tmp``.
 
-    Others may have files there if the folder has the sticky bit, like ``/tmp``. Raises a `NanoError` if there is none;
-    the message names the last one. Raises an `OSError` if this process cannot open any folder.
+    Raises a `NanoError` if there is none, and an `OSError` if this process cannot open any folder.
     """
     error: Exception | None = None
     for parent in filter(None, parents):
@@ -143,11 +134,7 @@ def trusted_parent(parents: Iterable[Path | None]) -> Path:
 
 
 def make_folder(prefix: str, parents: Iterable[Path | None]) -> Path:
-    """Create a folder only for this user in the first suitable parent; see `trusted_parent`.
-
-    Raises an `OSError` if it cannot be created, and a `NanoError` if another user could replace it, or the umask
-    removes this user's own permissions.
-    """
+    """Create a folder only for this user in the first suitable parent; raise an error if it is not safe or usable."""
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=trusted_parent(parents)))
     if not _is_allowed(folder, os.R_OK | os.W_OK | os.X_OK):
         mode = stat.filemode(folder.lstat().st_mode)

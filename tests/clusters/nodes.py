@@ -29,7 +29,7 @@ def apart():
     first = next(each["NodeID"] for each in ray.nodes() if "node:__internal_head__" in each["Resources"])
     if context.get_node_id() != first:
         here = launcher.this_host()
-        launcher.this_host = lambda: here._replace(name=context.get_node_id())
+        launcher.this_host = lambda: f"{context.get_node_id()} {here}"
 
 
 def processes_of(command, **variables):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult, duration
+from nano_loop.runtime.objects.report import ReportPrinter, SetupReport, StepResult, duration
 from nano_loop.steps import STEPS
 
 FUSED = StepResult("fused_optimizer", "applied", "AdamW")
@@ -114,7 +114,7 @@ def printed_by(capsys, memory, *setups):
 
 
 def test_later_setups_of_a_run_are_compared_too(capsys):
-    memory, first = LastPrinted(), [report(FUSED)]
+    memory, first = [], [report(FUSED)]
     printed_by(capsys, memory, first, [FETCH])
     assert printed_by(capsys, memory, first, [FETCH]) == []
     assert printed_by(capsys, memory, first) == [], "a run that stopped early has nothing new"
@@ -124,7 +124,7 @@ def test_later_setups_of_a_run_are_compared_too(capsys):
 
 
 def test_measurement_is_printed_once(capsys):
-    memory = LastPrinted()
+    memory = []
     one, other = (StepResult("step_time", "measured", f"{number} ms") for number in (1, 2))
     assert printed_by(capsys, memory, [one]) == [str(one)]
     assert printed_by(capsys, memory, [other]) == []
@@ -141,5 +141,5 @@ def test_report_is_on_standard_output_in_a_notebook_which_shows_errors_in_red(mo
     streams = stream(), stream()
     monkeypatch.setattr(sys, "stdout", streams[0])
     monkeypatch.setattr(sys, "stderr", streams[1])
-    ReportPrinter(LastPrinted()).print([FUSED])
+    ReportPrinter([]).print([FUSED])
     assert [text.getvalue() for text in streams].index(f"{FUSED}\n") == place

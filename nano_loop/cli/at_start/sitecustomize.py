@@ -88,10 +88,7 @@ class _Finder:
 
 
 def _leave_threads_to_children() -> None:
-    """Unset the number of threads from `nano-loop env`, now that OpenMP has read it.
-
-    joblib and others divide the cores among their workers only if the variable is not set.
-    """
+    """Unset `nano-loop env`'s number of threads, which OpenMP has read: joblib divides the cores if it is not set."""
     import base64
     import json
 

@@ -22,11 +22,7 @@ _FEW = 4  # cores: with more, one thread is never the fastest for a step that is
 
 
 def candidates(options: Options, machine: Machine, fixed: Collection[str], answer: Mapping[str, Any]) -> list[Changes]:
-    """Return the changes that the candidates make to the user's options. Those that start slowly are last.
-
-    `fixed` are the options that must not change. `answer` is the script's answer with the user's options; see
-    `cli.tuning.in_script`.
-    """
+    """Return the changes to the user's options, except `fixed` ones, to try; those that start slowly are last."""
     fixed = {*fixed, *EXACT, *_OF_ORDER} if options.exact else fixed
     if options.num_processes == "auto" and not options.exact:  # search only for this one
         cores = options.cpu_for_each_process if isinstance(options.cpu_for_each_process, int) else 1

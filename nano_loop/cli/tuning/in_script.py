@@ -26,11 +26,7 @@ from nano_loop.runtime.settings import script_of_process
 
 
 def begin_requested(install: Callable[[], None], uninstall: Callable[[], None], *, is_explicit: bool) -> None:
-    """Measure the steps of the first optimizer that steps in this thread, if a command requests it.
-
-    `install` and `uninstall` are the functions of nano_loop. `is_explicit` is whether the script imports nano_loop. If
-    so, the options apply to its runs, and nothing is installed.
-    """
+    """Measure the steps of this thread's first optimizer if a command requests it; install options unless explicit."""
     command = take_command()
     if command is None:
         return

@@ -40,8 +40,7 @@ class Row:
     milliseconds: float | None = None  # their mean
     speed_up: float | None = None  # relative to the loop without nano_loop
     memory: int | None = None  # the peak memory of rank 0's process in bytes
-    #: The largest error relative to fp64; None if it was not compared. For a loop, the loss is the mean square of the
-    #: model's outputs.
+    #: The largest error relative to fp64; None if it was not compared. A loop's loss is the outputs' mean square.
     loss: float | None = None
     gradients: float | None = None
     note: str = ""  # why it failed or was not measured further

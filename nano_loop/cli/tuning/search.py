@@ -32,10 +32,7 @@ _SHORTEST, _LONGEST = 0.5, 5.0
 
 
 class Search:
-    """A search for the fastest options, with a time limit of about `seconds`.
-
-    Options set by the script's environment or the command line do not change.
-    """
+    """A search for the fastest options in about `seconds`; those of the environment or command line do not change."""
 
     def __init__(self, script: Script, seconds: float) -> None:
         self._name, self._trials = script.name, Trials(script)
@@ -52,8 +49,8 @@ class Search:
     def run(self) -> Tuning:
         """Run the script with each candidate, and return the result; after Ctrl-C, the result so far.
 
-        Raises a `TrialFailedError` if the unchanged script fails, a `NanoConfigError` if the script does not train or
-        takes too few steps, and a `KeyboardInterrupt` if Ctrl-C is pressed before the unchanged script has run.
+        Raises a `TrialFailedError` if the unchanged script fails, and a `NanoConfigError` if it does not train long
+        enough.
         """
         say(f"{self._name} unchanged, for {_LONGEST:.0f} s of steps")
         self._begin(self._trial(self._own, _LONGEST))
@@ -131,10 +128,7 @@ class Search:
         return answer
 
     def _chosen(self) -> Row:
-        """Return the fastest row with the same batches and with results that differ only by rounding.
-
-        After Ctrl-C, return the fastest measured row, however small its lead.
-        """
+        """Return the fastest row, by more than noise unless interrupted, with the same batches and results."""
         for row in self._rows:
             row.measure(self._own, self._plain)
         others = self._with_other_batches()
@@ -235,11 +229,7 @@ _NOT_LEARNT = frozenset(("num_processes", "use_ipex", "compile"))
 
 
 def save_fastest(rows: Sequence[Row], options: Options, script: str) -> Iterator[str]:
-    """Save the fastest options in each precision, and yield a line about each.
-
-    The first of the measured candidates is the unchanged script, and `options` are its options. For `script`, see
-    `nano_loop.runtime.settings.script_of_process`.
-    """
+    """Save the fastest options in each precision, and yield a line about each; the first row is the script as is."""
     from nano_loop.runtime.settings import learn  # here, since it imports torch, which takes a second
 
     own, unchanged = options.precision, rows[0]

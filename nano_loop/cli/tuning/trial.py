@@ -21,10 +21,7 @@ _FIRST, _QUIET = 600.0, 10
 
 
 class TrialFailedError(Exception):
-    """The script ended or timed out before it had taken its steps.
-
-    `code` is its exit code, or None if it timed out. `errors` is its output on standard error.
-    """
+    """The script ended with a `code`, or timed out (None), before it had taken its steps."""
 
     def __init__(self, words: str, code: int | None = None, errors: str = "") -> None:
         super().__init__(words)
@@ -32,11 +29,7 @@ class TrialFailedError(Exception):
 
 
 class Trials:
-    """Runs of a script, each in a new process, with a time limit of `limit` seconds.
-
-    Options set by the script's environment or the command line do not change. `environ` is the environment of the
-    script, without a candidate's options.
-    """
+    """Runs of a script, each in a new process, with a time limit; `environ` has no candidate's options."""
 
     def __init__(self, script: Script) -> None:
         self.environ = {**os.environ, **script.variables}
@@ -46,13 +39,10 @@ class Trials:
     def answer(
         self, changes: Changes, *, seconds: float, is_plain: bool = False, compares: bool = False
     ) -> dict[str, Any]:
-        """Run the script until it has taken steps for some time, and return its answer; see `in_script`.
+        """Run the script, with changed options, for some seconds of steps, and return its answer; see `in_script`.
 
-        `changes` are options by name, passed to the script in its environment. The script takes steps for `seconds`.
         With `is_plain`, it runs without nano_loop. With `compares`, it compares its first batch with the plain model
-        instead of taking steps.
-
-        Raises a `TrialFailedError` if the script fails, times out, or ends without a step.
+        instead. Raises a `TrialFailedError` if the script fails, times out, or ends without a step.
         """
         own = {"seconds": seconds, "is_plain": is_plain, "installs": not is_plain, "compares": compares}
         texts = {variable_of(name): str(value) for name, value in {**changes, "verbose": False}.items()}

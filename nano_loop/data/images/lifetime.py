@@ -35,10 +35,7 @@ _ROOM_LEFT = 0.9
 
 
 class _Memory:
-    """The cache in memory of this process. Its folder is deleted with it, or when this process ends.
-
-    `multiprocessing` ends its forked processes without `atexit` functions, so we use its own `Finalize`.
-    """
+    """The cache in memory of this process. At its end `Finalize` deletes it: forked processes skip `atexit`."""
 
     def __init__(self, limit: int) -> None:
         self.process = os.getpid()
@@ -61,11 +58,9 @@ _memories: Any = WeakIdKeyDictionary()  # the `_Memory` that datasets keep alive
 
 
 def store_for(datasets: Sequence[Any], choice: int | str | None, ranks: Ranks = ALONE) -> Store:
-    """Return the cache for datasets. A cache in memory lives as long as any dataset. Collective.
+    """Return the cache for datasets and ranks. One in memory lives as long as any dataset. Collective.
 
-    `choice` is the bytes of memory, the path of a folder, or None for a quarter of the memory. `ranks` are the ranks
-    that share the cache. Raises an `OSError` or a `NanoError` if there is no folder for it, or another user could
-    change the folder.
+    `choice` is the bytes of memory, the path of a folder, or None for a quarter of the memory.
     """
     if isinstance(choice, str):
         return _in_folder(Path(choice))

@@ -95,10 +95,7 @@ class Reading(NamedTuple):
 
 
 def _file_state(path: str) -> tuple[Any, ...] | None:
-    """Return a file and its state; None if there is no file, or its state may not show a later change.
-
-    Another file at the same path has another inode or another change time.
-    """
+    """Return a file and its state, with the inode; None if there is none, or it may not show a later change."""
     try:
         status = os.stat(path)
     except OSError:

@@ -65,10 +65,7 @@ def entry_of(image: Any) -> ImageEntry | None:
 
 
 def unpacked(data: memoryview, key: str, check: bool) -> ImageEntry | None:
-    """Return the entry in the bytes of a file, or None if they are damaged or for another key.
-
-    Damaged bytes may also raise any exception. The checksum is verified if `check`.
-    """
+    """Return the entry in a file's bytes; None, or any exception, if they are damaged, or None for another key."""
     rest = data[_SUM.size :]
     if len(rest) < _HEAD.size:
         return None
@@ -114,11 +111,7 @@ class Usage(NamedTuple):
 
 
 class Store:
-    """The entries of an existing folder, which may be read-only for this process.
-
-    `limit` is the maximum bytes of the entries of all processes; None if only the disk limits them. `sums` is whether
-    to verify the checksum of an entry when it is read.
-    """
+    """The entries of an existing folder, up to a limit of bytes of all processes, with or without checksums."""
 
     def __init__(self, folder: Path, limit: int | None, sums: bool) -> None:
         self.folder = folder

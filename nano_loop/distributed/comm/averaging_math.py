@@ -22,10 +22,7 @@ def divide(total: torch.Tensor, count: int) -> None:
 
 
 def set_to_mean(mean: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
-    """Set `mean` to the mean of `rows`, with the same bits in each process that computes it.
-
-    It adds elements one after another: `torch.sum` adds four rows or more in an order that depends on the threads.
-    """
+    """Set `mean` to the mean of `rows`, with the same bits on each rank, unlike `torch.sum`, whose order varies."""
     first, second, *others = rows
     is_wide = is_summed_wider(mean.dtype)
     total = torch.add(first.float(), second) if is_wide else torch.add(first, second, out=mean)

@@ -69,10 +69,7 @@ def mismatch_message(own_rank: int, all_ranks: Mapping[int, CallSite]) -> str:
 
 
 def left_behind(own_rank: int, rank: int, still: str, loop: Loop) -> str:
-    """Return the message for a rank that has returned from the loop while this one waits for it.
-
-    `still` is the current operation of this rank, as a verb with its object, or `ITERATION`.
-    """
+    """Return the message for a rank that has returned while this one `still`, a verb or `ITERATION`, waits for it."""
     got, (expected, hint) = f"rank {rank} has returned from {loop.name}, and rank {own_rank}", loop.same_steps
     if still == ITERATION:
         message = error_message(f"{got} iterates a loader", f"{expected}, and {_DIVIDED}", f"{hint}. Put {_ALONE}")

@@ -87,10 +87,7 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
 
 
 def pack(signature: Signature, capacity: int) -> list[Batch]:
-    """Pack a list of tensors into batches of at most `capacity` bytes, grouping tensors of the same dtype.
-
-    Larger tensors are split.
-    """
+    """Pack tensors of the same dtype into batches of at most `capacity` bytes; larger tensors are split."""
     filling: dict[torch.dtype, list[Batch]] = {}
     for index, (shape, dtype) in enumerate(zip(*signature, strict=True)):
         batches = filling.setdefault(dtype, [Batch(dtype)])

@@ -24,11 +24,7 @@ class RankSlot:
 
 
 def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple[Share, ...]:
-    """Return a share of `machine` for each of its `ranks`.
-
-    Raises a `NanoConfigError` if there are fewer cores than ranks, or the system cannot bind processes to the requested
-    CPUs.
-    """
+    """Return a share of `machine` for each of its `ranks`; raise a `NanoConfigError` if there are too few cores."""
     chosen = options.cpu_for_each_process
     if chosen is None:
         return partition(machine, len(ranks))

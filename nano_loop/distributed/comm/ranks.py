@@ -18,7 +18,7 @@ import torch
 
 from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches, random_state
-from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_message
+from nano_loop.errors import NanoWorkerError, RankLateError, error_message
 
 Value = TypeVar("Value")
 
@@ -73,8 +73,7 @@ class ShardingState:
     undivided: bool = False  # whether all ranks computed the same when they last compared; the same on all ranks
     whole: bool = False  # whether all ranks received the latest batch
     implicit_loaders: bool = False  # whether a loader that was not set up was divided
-    #: Data sets with different items on different ranks, which each rank therefore iterated in full: by name, whether
-    #: items of one rank also appeared on another.
+    #: Data sets that each rank iterated in full, as ranks have other items: by name, whether two ranks had the same.
     own_shares: dict[str, bool] = field(default_factory=dict)
 
 
@@ -85,8 +84,7 @@ class RunContext:
     loop: Loop = field(default_factory=Loop)
     #: A separate process group of all ranks on several hosts for gradients, concurrent with values; None on one host.
     gradient_group: Any = None
-    #: The `nano_loop.distributed.shared_memory.deadlocks.Waits`, which detects ranks that wait for each other; None
-    #: across hosts.
+    #: The `shared_memory.deadlocks.Waits`, which detects ranks that wait for each other; None across hosts.
     waits: Any = None
     #: Called on all ranks after gradients have been averaged, with the number of averagings so far.
     after_averaging: list[Callable[[int], None]] = field(default_factory=list)
@@ -143,7 +141,7 @@ class Ranks:
         self.folder: Final = folder
         self.context = RunContext() if context is None else context
         self.names: Final = names or range(size)
-        self._channel: Channel | None = None
+        self.channel: Channel = None  # type: ignore[assignment]  # until the ranks have joined
 
     @property
     def on_one_host(self) -> bool:
@@ -151,10 +149,7 @@ class Ranks:
         return self.local_size == self.size
 
     def group(self, members: Sequence[int], *, timeout: float | None = None) -> Ranks:
-        """Return this rank's view of a subset of ranks in ascending order, including this rank.
-
-        Messages use the numbers of the `members`. The timeout may be shorter than the run's.
-        """
+        """Return this rank's view of `members`, ranks in ascending order, which messages name by these numbers."""
         return Ranks(
             members.index(self.rank),
             len(members),
@@ -167,21 +162,7 @@ class Ranks:
     @property
     def have_joined(self) -> bool:
         """Whether the ranks can exchange values."""
-        return self._channel is not None
-
-    @property
-    def channel(self) -> Channel:
-        """The channel for values between the ranks; accessing it before the ranks have joined raises an error."""
-        if self._channel is None:
-            got = f"rank {self.rank} of {self.size} has no channel to the others"
-            raise NanoError(
-                error_message(got, "only ranks that have joined a run can exchange values", "Start a run first")
-            )
-        return self._channel
-
-    @channel.setter
-    def channel(self, channel: Channel | None) -> None:
-        self._channel = channel
+        return self.channel is not None
 
     @contextmanager
     def sharing_batches(self) -> Iterator[None]:
@@ -211,20 +192,14 @@ class Ranks:
         return [pickle.loads(data) for data in self.channel.exchange(cloudpickle.dumps(value), what or "gather")]
 
     def equalize_random_states(self, what: str, states: Sequence[object] = ()) -> None:
-        """Give torch's default generator rank 0's state, if ranks that share batches have others. Collective.
-
-        `states` are the `random_state` of each rank, if these have been exchanged already.
-        """
+        """Give torch's generator rank 0's state, if ranks that share batches have other `states`. Collective."""
         assert self.context.split is not None
         self.context.split.unequal_since = None
         if len({*(states or self.gather(random_state(), what))}) > 1:
             torch.set_rng_state(self.broadcast(torch.get_rng_state(), what=what))
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite strided CPU tensors, which are not quantized, in place with rank 0's. Collective.
-
-        Shapes and dtypes must match on every rank.
-        """
+        """Overwrite strided CPU tensors, not quantized and of the same shapes everywhere, with rank 0's. Collective."""
         if self.size == 1:
             return
         for tensor in tensors:
@@ -247,10 +222,7 @@ class Ranks:
             self.channel.exchange(b"", "barrier")
 
     def finish(self, work: Any) -> None:
-        """Wait for a torch collective started with ``async_op=True``.
-
-        Raises a `NanoError` if it is not finished within the timeout. `check` may raise other errors.
-        """
+        """Wait for a torch collective started with ``async_op=True``; raise a `NanoError` after the timeout."""
         deadline = time.monotonic() + self.timeout
 
         def check_others() -> None:
@@ -294,8 +266,7 @@ def wait_until(done: Callable[[], bool], check: Callable[[], None]) -> None:
             try:
                 check()
             except NanoWorkerError:
-                # A rank that failed may have sent the result since `done` was last called. Using it may lead to a more
-                # specific error than that the rank failed, which the next wait raises anyway.
+                # A failed rank may have sent the result since, which may lead to a more specific error.
                 if not done():
                     raise
                 return

@@ -12,10 +12,7 @@ from nano_loop.errors import NanoError, error_message
 
 
 def raw_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor as a flat uint8 tensor.
-
-    Raises a `NanoError` if the tensor is not strided and contiguous, not on the CPU, or quantized.
-    """
+    """Return the memory of a strided, contiguous CPU tensor that is not quantized as a flat uint8 tensor."""
     strided = tensor.layout is torch.strided
     if not strided or tensor.device.type != "cpu" or tensor.is_quantized or not tensor.is_contiguous():
         kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"

@@ -30,22 +30,12 @@ REDUCTION = "the first backward of a split batch"
 
 
 class Share(NamedTuple):
-    """One rank's part of one batch.
+    """One rank's part of one batch."""
 
-    Parameters
-    ----------
-    start, stop : int
-        The samples of this rank: numbers `start` to `stop` - 1.
-    total : int
-        The number of samples in the batch.
-    size : int
-        The number of ranks that share it.
-    """
-
-    start: int
-    stop: int
-    total: int
-    size: int
+    start: int  # the first sample of this rank
+    stop: int  # the one after its last sample
+    total: int  # the number of samples in the batch
+    size: int  # the number of ranks that share it
 
     @classmethod
     def of(cls, total: int, rank: int, size: int) -> Share:
@@ -84,18 +74,10 @@ class Share(NamedTuple):
 
 @dataclass
 class _Pending:
-    """The batches that one iteration has delivered since the last backward, or ahead of it.
+    """The batches that one iteration has delivered since the last backward, or ahead of it."""
 
-    Attributes
-    ----------
-    shares : list of Share
-        In order. A backward uses the first; the others belong to batches that the loop has read ahead.
-    is_group : bool
-        Whether the first was delivered when no other was pending: the loop then reads several batches at a time,
-        and may divide by their total size.
-    """
-
-    shares: list[Share] = field(default_factory=list)
+    shares: list[Share] = field(default_factory=list)  # a backward uses the first; others were read ahead
+    #: Whether the first came when no other was pending: a loop that reads several may divide by their total size.
     is_group: bool = False
 
     def add(self, share: Share) -> None:
@@ -108,49 +90,23 @@ class _Pending:
 
 @dataclass
 class SplitBatches:
-    """The state of a rank whose run splits batches; ``ranks.context.split``, None if no batches are split.
+    """The state of a rank whose run splits batches; ``ranks.context.split``, None if no batches are split."""
 
-    Attributes
-    ----------
-    share : Share or None
-        The share of the last batch delivered to the loop's thread by a split loader; None before the first.
-    reduction : {"mean", "sum"} or None
-        How the loss reduces samples, as detected by the witness. Shares of a sum have weight N. None before the first
-        backward, which counts as a mean.
-    sums : tuple of float
-        Sums of the samples delivered last, before the first backward; see `batch_sums`.
-    batches, draws : int
-        The number of batches delivered, and of draws of random numbers since the last one.
-    checksum : int
-        Checksum of the sizes and indices of all these batches, which are the same on all ranks.
-    unequal_since : int or None
-        The `random_state` at the last delivery, until the ranks have checked that it is equal on all: a single rank may
-        have evaluated before, and drawn random numbers.
-    libraries : int or None
-        A checksum of the states of `random` and NumPy at the last delivery; None if the loader has not taken it.
-    draws_several_rows : bool
-        Whether a draw has had several rows for each sample.
-    process, thread : int
-        The loop's process and thread.
-    since_backward : mapping
-        The shares delivered since the last backward, by iteration (a weak reference).
-    used : dict of Share
-        Shares of the batches with which models were called since the last backward, the latest at the end.
-    """
-
-    share: Share | None = None
+    share: Share | None = None  # of the last batch delivered to the loop's thread by a split loader
+    #: How the loss reduces samples, by the witness. Shares of a sum have weight N. None before the first backward.
     reduction: Literal["mean", "sum"] | None = None
-    sums: tuple[float, ...] = ()
-    batches: int = 0
-    draws: int = 0
-    checksum: int = 0
+    sums: tuple[float, ...] = ()  # the `batch_sums` of the last batch, before the first backward
+    batches: int = 0  # delivered so far
+    draws: int = 0  # of random numbers since the last batch
+    checksum: int = 0  # of the sizes and indices of all these batches, which are the same on all ranks
+    #: The `random_state` at the last delivery, until ranks have checked that all have it: one may have evaluated.
     unequal_since: int | None = None
-    libraries: int | None = None
-    draws_several_rows: bool = False
-    process: int = field(default_factory=os.getpid)
+    libraries: int | None = None  # a checksum of the states of `random` and NumPy at the last delivery, if taken
+    draws_several_rows: bool = False  # whether a draw has had several rows for each sample
+    process: int = field(default_factory=os.getpid)  # the loop's
     thread: int = field(default_factory=threading.get_ident)
-    since_backward: MutableMapping[Any, _Pending] = field(default_factory=WeakKeyDictionary)
-    used: dict[Share, None] = field(default_factory=dict)
+    since_backward: MutableMapping[Any, _Pending] = field(default_factory=WeakKeyDictionary)  # by iteration
+    used: dict[Share, None] = field(default_factory=dict)  # shares of calls since the last backward, the latest last
     _latest: Share | None = None
     _evaluates: bool = False  # whether the latest call of a model was in eval mode, for such a batch
     _whole: Callable[[], Any] = lambda: None  # the iteration that last delivered a whole batch
@@ -165,10 +121,7 @@ class SplitBatches:
 
     @property
     def is_loops(self) -> bool:
-        """Whether the caller is the loop's computation, and not a worker of a loader or another thread.
-
-        A deep checkpoint recomputes in another thread.
-        """
+        """Whether the caller is the loop's computation. A deep checkpoint recomputes in another thread."""
         return os.getpid() == self.process and (self.is_here or in_backward())
 
     @property
@@ -192,10 +145,7 @@ class SplitBatches:
             self.share, self.unequal_since = before
 
     def deliver(self, iteration: Any, share: Share | None, batch: Any = None, checksum: int = 0) -> None:
-        """Record the share of the batch that an iteration delivers now; None if every rank computes the whole batch.
-
-        `checksum` is that of the batch's indices, if it has any.
-        """
+        """Record the share of the batch that an iteration delivers now; None if every rank computes the whole batch."""
         self.share = share
         self.batches, self.draws = self.batches + 1, 0
         self.unequal_since = None if share is None else random_state()
@@ -216,10 +166,7 @@ class SplitBatches:
         self._whole = weakref.ref(iteration)
 
     def note_call(self, inputs: Any, *, trains: bool) -> None:
-        """Record the batch to which tensors in the inputs of a model belong. `trains` is whether it is in train mode.
-
-        The loop may have kept the batch, or have read others ahead.
-        """
+        """Record the batch with which a model is called, which the loop may have kept, or read others ahead of."""
         if not self.is_here or in_functorch():  # tensors of torch.func have no storage
             return
         self._evaluates = self._whole() is not None
@@ -246,10 +193,7 @@ class SplitBatches:
         self._iterations.update(one for one in iterations if one is not None)
 
     def begin_backward(self) -> float:
-        """Return the weight for a backward that starts now.
-
-        Raises a `NanoError` if the batches delivered for it have shares of different weights.
-        """
+        """Return the weight for a backward that starts now; raise a `NanoError` if its batches have different ones."""
         shares = [*self.used]
         for iteration, pending in self.since_backward.items():
             if iteration in self._iterations:
@@ -304,10 +248,7 @@ def random_state() -> int:
 
 
 def batch_sums(batch: Any) -> tuple[float, ...]:
-    """Return the sum of each floating-point tensor of a batch (or of each tensor, if there is none), to recognize it.
-
-    The elements of a sample have different weights, so a flipped image has a different sum.
-    """
+    """Return the sums of a batch's tensors, weighted within a sample, so that a flipped image has another one."""
     dense = [tensor for tensor in find(torch.Tensor, batch) if tensor.layout is torch.strided and tensor.numel()]
     tensors = [one for one in dense if not (one.is_nested or one.is_quantized or one.is_complex())]
     summed = [tensor for tensor in tensors if tensor.is_floating_point()] or tensors

@@ -19,10 +19,7 @@ _NO_COPY = "a numpy.memmap is sent without a copy"
 
 
 def limit_in_words(error: OSError, folder: Path) -> tuple[str, str] | None:
-    """Return the system limit that caused an error on writing to `folder`, and advice on what to do about it.
-
-    These are the second and third parts of an error message; None for other kinds of errors.
-    """
+    """Return the limit that an error on writing to `folder` names, and advice, for an error message; or None."""
     if error.errno == errno.EMFILE:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"this process may open {most:,} files and pipes at a time", "Close some, or raise the limit (ulimit -n)"

@@ -14,10 +14,7 @@ _NAMES = ("mean", "avg", "sum", "product", "min", "max", "band", "bor", "bxor")
 
 
 def check_arguments(group: Any = None, reduce_op: Any = "sum") -> None:
-    """Check the group and the operation of a collective.
-
-    Raises a `NanoConfigError`, which says what to pass, if either has an unsupported type.
-    """
+    """Raise a `NanoConfigError` if the group or the operation of a collective is not supported."""
     none = group is None or group is distributed.GroupMember.NON_GROUP_MEMBER  # a group of other ranks
     if not none and not isinstance(group, distributed.ProcessGroup):
         hint = 'Pass an operation by its name: reduce_op="sum"'

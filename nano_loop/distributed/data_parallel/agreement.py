@@ -72,21 +72,9 @@ class Fingerprint(NamedTuple):
     is_undrawn: bool = False
     is_posted: bool = False  # whether the other ranks can read all gradients already; see `SharedMemoryTransport.post`
 
-    def pack(self) -> bytes:
-        """Return the fingerprint as bytes."""
-        return pickle.dumps(tuple(self))
-
-    @classmethod
-    def unpack(cls, content: bytes | bytearray) -> Fingerprint:
-        """Return a fingerprint from the result of `pack`."""
-        return cls(*pickle.loads(content))
-
 
 def refuse_divergence(fingerprints: list[Fingerprint], loop: Loop | None = None) -> None:
-    """Raise a `NanoWorkerError` that names the differences and their ranks, if ranks of a loop have diverged.
-
-    `arrived`, `gradients`, `losses`, `weights` and `overlap` may differ. NaN equals NaN.
-    """
+    """Raise a `NanoWorkerError` that names what differs, and between which ranks, if ranks of a loop have diverged."""
     if len({(repr(one.rates), len(one.arrived), *_COUNTS(one)) for one in fingerprints}) == 1:
         return
     for what, value_of in _WORDS:
@@ -122,10 +110,7 @@ _WORDS: tuple[tuple[str, Callable[[Fingerprint], object]], ...] = (
 
 
 class Agreement:
-    """Progress of this rank, which must equal that of the others.
-
-    With `compare`, the ranks also compare their parameters and buffers at intervals; see `checksums`.
-    """
+    """Progress of this rank, which must equal the others'; with `compare`, they compare `checksums` at intervals."""
 
     def __init__(self, ranks: Ranks, parameters: Parameters, *, compare: bool) -> None:
         self._ranks = ranks
@@ -146,10 +131,7 @@ class Agreement:
         *,
         is_posted: bool = False,
     ) -> list[Fingerprint]:
-        """Return the fingerprints of all ranks; raise a NanoError on each if they have diverged. Collective.
-
-        The arguments are attributes of this rank's `Fingerprint`.
-        """
+        """Return the fingerprints of all ranks; raise a NanoError on each if they have diverged. Collective."""
         compares_work = purpose == "average" and checksums.is_due(self.averagings)
         in_order, split = self._parameters.in_order, self._ranks.context.split
         own_fingerprint = Fingerprint(
@@ -169,8 +151,8 @@ class Agreement:
             is_undrawn=split is not None and split.unequal_since == state,
             is_posted=is_posted,
         )
-        packed = self._ranks.channel.exchange(own_fingerprint.pack(), AVERAGING)
-        fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
+        packed = self._ranks.channel.exchange(pickle.dumps(own_fingerprint), AVERAGING)
+        fingerprints: list[Fingerprint] = [*map(pickle.loads, packed)]
         if split is not None and all(fingerprint.is_undrawn for fingerprint in fingerprints):
             self._ranks.equalize_random_states(AVERAGING, [fingerprint.random_state for fingerprint in fingerprints])
             fingerprints = [one._replace(random_state=fingerprints[0].random_state) for one in fingerprints]
@@ -180,20 +162,14 @@ class Agreement:
         return fingerprints
 
     def sync_added_parameters(self) -> None:
-        """Set parameters that the loop has added to rank 0's values. Collective if there are any.
-
-        `Parameters.refresh` finds them.
-        """
+        """Set added parameters that `Parameters.refresh` has found to rank 0's. Collective if there are any."""
         if self._parameters.added_parameters:
             self.exchange("sync", self._parameters.arrived(set()))
             make_equal(self._ranks, self._parameters.added_parameters)
             self._parameters.are_equal()
 
     def end_averaging(self) -> None:
-        """Record an averaging, and compare parameters and buffers after some averagings. Collective.
-
-        Raises a `NanoWorkerError` if a parameter differs.
-        """
+        """Record an averaging, and refuse parameters that differ after some of them. Collective."""
         if self._compares and checksums.is_due(self.averagings):
             named = self._parameters.named
             checksums.refuse_unequal(self._gathered(named), named)
@@ -203,12 +179,7 @@ class Agreement:
             function(self.averagings)
 
     def compare_rest(self, averaged: AveragedGradients) -> None:
-        """At the end of the run, compare the parameters whose gradients were never averaged.
-
-        `torch.autograd.grad` may have computed their gradients. Raises a `NanoWorkerError` if one differs. Collective.
-        Nothing is compared if a rank has left the run, or leaves it later than the timeout, because it does work that
-        only one rank does.
-        """
+        """At the end, compare parameters that were never averaged, as with `torch.autograd.grad`. Collective."""
         rest = [pair for pair in self._parameters.named if pair[1].requires_grad and pair[1] not in averaged]
         if rest and self._compares:
             with suppress(RankLeftError, RankLateError):
@@ -224,10 +195,7 @@ class Agreement:
             warn(error_message(f"the buffer {unequal[0]} is no longer the same on all ranks", _BUFFER, _MEAN))
 
     def _note_work(self, gradients: Sequence[tuple[float, float]]) -> None:
-        """Record in ``ranks.context.sharding`` whether all ranks have computed the same; warn once if this continues.
-
-        `gradients` are the `checksums.gradient_checksum` of each rank.
-        """
+        """Record in ``ranks.context.sharding`` whether all ranks compute the same; warn once if this continues."""
         sharding = self._ranks.context.sharding
         if any(norm for _, norm in gradients):  # otherwise the ranks have computed nothing
             sharding.undivided = all(checksums.are_equal(one, gradients[0], torch.float32) for one in gradients)
@@ -249,11 +217,7 @@ class Agreement:
 
 
 def _compared_buffers(models: Sequence[nn.Module], norms: tuple[type[nn.Module], ...]) -> list[Named]:
-    """Return the buffers that must be equal on all ranks.
-
-    These are strided ones that checkpoints contain: others are caches, whose shapes may differ between ranks. The
-    running statistics of `norms` differ by design.
-    """
+    """Return the buffers that must be equal: strided ones in checkpoints, but for running statistics of `norms`."""
     saved = {id(tensor) for model in models for tensor in nn.Module.state_dict(model, keep_vars=True).values()}
     of_norms = {
         id(buffer)

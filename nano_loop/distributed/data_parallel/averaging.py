@@ -41,13 +41,7 @@ from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwar
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import parameters_of
-from nano_loop.patching.optimizers import (
-    called_after_steps,
-    called_before_steps,
-    closure_of,
-    held_by,
-    with_closure,
-)
+from nano_loop.patching.optimizers import called_after_steps, called_before_steps, closure_of, held_by, with_closure
 from nano_loop.patching.torch_private_autograd import graph_task, in_backward
 from nano_loop.patching.torch_private_optimizers import is_profiling
 from nano_loop.patching.user_code import warn
@@ -56,10 +50,8 @@ from nano_loop.patching.user_code import warn
 class Averaging:
     """The hooks that average the gradients of some models and optimizers over the ranks.
 
-    ``p.grad`` is averaged as a whole, so an earlier mean in it, which is equal on all ranks, does not change when
-    gradients are accumulated. The transport is not closed. If `overlapped`, averaging by a `GroupTransport` begins
-    while the backward still computes; see `Overlap`. For `compare`, see `Agreement`. The comparison with gradients of
-    whole batches is for ranks that share these.
+    ``p.grad`` is averaged as a whole: an earlier mean in it, which is equal on all ranks, does not change when
+    gradients are accumulated. The transport is not closed.
     """
 
     def __init__(
@@ -146,10 +138,7 @@ class Averaging:
         return called
 
     def average(self) -> None:
-        """Average gradients that are pending on any rank. Collective.
-
-        Raises a `NanoError` on every rank if the ranks have diverged.
-        """
+        """Average gradients that are pending on any rank; raise on every rank if they have diverged. Collective."""
         with record_function(AVERAGING_EVENT) if is_profiling() else nullcontext():
             diverge_rng(self._ranks)  # for a model that is only called inside an autograd function, without gradients
             self._has_trained = True
@@ -230,10 +219,7 @@ class Averaging:
         return not averaged.isdisjoint(held)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Make the closure return the mean over the ranks; without one, average gradients not averaged yet.
-
-        This also applies to optimizers that the loop itself has created.
-        """
+        """Make the closure return the mean over the ranks; without one, average gradients not averaged yet."""
         if self._forked or not (optimizer in self._at_step or self._is_shared(optimizer)):
             return None
         closure = closure_of(args, kwargs)
@@ -246,11 +232,7 @@ class Averaging:
         return None
 
     def _settle(self, optimizer: Optimizer) -> None:
-        """Average the gradients that a step would use and that are not means yet.
-
-        These are gradients that the loop has set itself, that arrived while averaging was paused, or whose hook steps
-        in the middle of the backward. A rank whose backward reached no parameter joins the others here.
-        """
+        """Average gradients of a step that are not means yet: the loop's own, paused, or of a hook that steps."""
         self._parameters.refresh()
         held = held_by(optimizer)
         ready = {id(parameter) for parameter in held if parameter.grad is not None}

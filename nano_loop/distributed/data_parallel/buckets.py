@@ -49,11 +49,7 @@ def _plan(signature: Signature, capacity: int) -> _Plan:
 
 
 class GroupTransport:
-    """Averages over a process group. A bucket is sent as soon as it and the previous buckets are complete.
-
-    16-bit elements are sent and summed in float32. The `group` is for these lists only, which are sent concurrently
-    with values; by default, it is the default group. A bucket has at most `capacity` bytes.
-    """
+    """Averages over a group for these lists only. A bucket is sent as soon as it and the previous ones are complete."""
 
     def __init__(self, ranks: Ranks, group: Any = None, *, capacity: int = _CAPACITY) -> None:
         self._ranks, self._group, self._capacity = ranks, group, capacity
@@ -67,10 +63,7 @@ class GroupTransport:
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite each tensor in place by its mean over all ranks, bitwise identical on every rank.
-
-        Collective. See `SharedMemoryTransport.average`.
-        """
+        """Overwrite each tensor by its mean, as `SharedMemoryTransport.average`. Collective."""
         self.begin(signature(tensors))
         for index, tensor in enumerate(tensors):
             self.add(index, tensor)
@@ -119,11 +112,7 @@ class GroupTransport:
             places.copy_to(tensors)
 
     def close(self) -> None:
-        """Release all memory, and the group.
-
-        If a gloo group is garbage-collected in a forked process, such as a loader's worker, it ends that process,
-        because it joins threads that do not exist there.
-        """
+        """Release all memory, and the group, which would end a forked process that collects it as garbage."""
         self._buckets, self._places, self._handles = [], [], []
         self._group = None
 
@@ -150,10 +139,7 @@ class Overlap:
         self._useful = self._useless = 0
 
     def expect(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Record the parameters expected to have a gradient in the next backward; none disables its overlap.
-
-        Must be called with the same parameters on all ranks, in the order in which they are averaged.
-        """
+        """Record, in order, the parameters that should have gradients in the next backward; none disables overlap."""
         if self._transport is None:
             return
         pays = self._useless <= _MAX_USELESS + self._useful // _USELESS_RATIO
@@ -197,10 +183,7 @@ class Overlap:
         return SPOILED if self._is_spoiled or not (are_as_sent and sent.keys() == self._parameters.keys()) else WHOLE
 
     def finish(self, states: Sequence[int]) -> Collection[int]:
-        """Finish the averaging if one of the ranks' states says that it has begun. Collective.
-
-        Returns the ids of averaged parameters.
-        """
+        """Finish the averaging if a rank has begun it, and return the ids of averaged parameters. Collective."""
         if not any(states):
             return ()
         if not self._has_begun:

@@ -83,10 +83,7 @@ def norm_of_gradients(parameters: Iterable[torch.Tensor]) -> float:
 
 
 def first_unequal(gathered: Sequence[Sequence[Pair]], named: Sequence[Named]) -> tuple[str, int, str] | None:
-    """Return the first tensor that is not equal on all ranks: its name, a differing rank, and the difference.
-
-    `gathered` are the `checksums` of the `named` tensors, by rank.
-    """
+    """Return the first tensor that is not equal on all ranks: its name, a differing rank, and the difference."""
     for (name, tensor), *pairs in zip(named, *gathered, strict=False):
         for rank, pair in enumerate(pairs):
             if not are_equal(pair, pairs[0], tensor.dtype):

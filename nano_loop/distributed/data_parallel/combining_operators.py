@@ -117,8 +117,7 @@ def _changes_order(samples: int, tensors: Sequence[Tensor], dim: int) -> bool:
 def calls_noted(context: RunContext, note: Callable[..., None]) -> Iterator[None]:
     """In the body, call ``note(samples, operator, frame, *args, **kwargs)`` before calls by the run's loop.
 
-    `samples` is the number of samples in this rank's part of the batch, and `frame` that of the caller. Sums and means
-    are not noted: many loops compute them for their logs.
+    Sums and means are not noted: many loops compute them for their logs.
     """
 
     def listener(*call: Any, **kwargs: Any) -> None:

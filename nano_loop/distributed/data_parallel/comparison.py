@@ -46,10 +46,7 @@ _CALLS = ". If a dropout gets several batches as one, such as torch.cat([x, x]),
 
 
 class Comparison:
-    """Compares the gradients of this run's ranks with the witness's, until each optimizer has stepped.
-
-    Only the first rank has the witness, if there is one. `is_rounded` is whether tensors are bf16.
-    """
+    """Compares this run's gradients with the witness's, which rank 0 may have, until each optimizer has stepped."""
 
     def __init__(self, ranks: Ranks, split: SplitBatches, *, is_rounded: bool = False) -> None:
         self.split = split
@@ -186,10 +183,7 @@ class Comparison:
 
     @staticmethod
     def _draws_as(told: dict[str, Any]) -> bool:
-        """Whether the witness has drawn the same random numbers until here.
-
-        Numbers of libraries that do not depend on the batch's size, such as mixup's factor, are the same.
-        """
+        """Whether the witness has drawn the same numbers; libraries' may not depend on the size, as mixup's factor."""
         is_drawn_alike = not told["drawn"] or told["libraries"] == checksum_of_libraries()
         return is_drawn_alike and bool(told["random_state"] == random_state())
 
@@ -206,10 +200,7 @@ class Comparison:
         return told
 
     def before_step(self, optimizer: Optimizer, *, are_means: bool) -> None:
-        """Compare a step's rates and gradients, which the loop may have changed since the backward.
-
-        Raises a `NanoError` if they differ. `are_means` is whether the gradients have been averaged.
-        """
+        """Compare a step's rates and gradients, which the loop may have changed; raise a `NanoError` if they differ."""
         told = None if self._witness is None or self._is_last else self._next("step")
         if told is None or not self.compared or not are_means:
             return

@@ -37,10 +37,7 @@ _LIKE = ("rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
 
 @contextmanager
 def drawing(draw: Callable[..., Tensor | None], ranks: Ranks) -> Iterator[None]:
-    """In the body, let `draw` handle all draws of torch that are elementwise or by rows, as described in `drawn`.
-
-    Raises a `NanoConfigError` before torch 2.9.
-    """
+    """In the body, let `draw` handle all draws of torch that are elementwise or by rows, as described in `drawn`."""
     if not gives_kernels():
         raise NanoConfigError(error_message("split_batches=True", NO_KERNELS, "Remove split_batches=True"))
     operators: dict[str, Callable[[Any], Callable[..., Tensor]]] = {

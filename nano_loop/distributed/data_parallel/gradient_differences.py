@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Sequence, Set
 
 import torch
 
-#: The largest relative differences of the norm of all gradients, and of losses; in bf16; and of models in fp64, which
-#: may compute parts in fp32.
+#: The largest relative differences of the norm of all gradients, and of losses; in bf16; and in fp64, with fp32 parts.
 TOLERANCE, ROUNDED, DOUBLE = 1e-3, 2e-2, 1e-6
 _SAME_LOSSES = {TOLERANCE: 1e-5, ROUNDED: ROUNDED, DOUBLE: 1e-10}
 _OF_ALL = 1e-2  # of the tolerance: differences that are smaller, relative to all gradients, do not count
@@ -20,10 +19,7 @@ _MOST_ROUNDING = 0.05
 
 
 class Differences:
-    """The differences of some gradients from those of whole batches, by place; a missing gradient is zero.
-
-    The `tolerance` is the largest relative difference of equal gradients: TOLERANCE, ROUNDED or DOUBLE.
-    """
+    """The differences of some gradients from those of whole batches, by place; a missing gradient is zero."""
 
     def __init__(
         self, gradients: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None], tolerance: float
@@ -50,10 +46,7 @@ class Differences:
         return math.hypot(*(self.distances[place] for place in places)) / size if size else None
 
     def wrong_layer(self, ids: Sequence[int], last_layers: Iterable[Set[int]], earlier: Set[int]) -> list[int]:
-        """Return the places of the parameters of a last layer if some gradients of it differ and none is equal.
-
-        `ids` are those of the parameters, and the layers are the results of `loss_graph.split_by_depth`.
-        """
+        """Return the places of a last layer's parameters if some gradients of it differ and none is equal."""
         least = _OF_ALL * self._tolerance * self._size
         for layer in last_layers:
             places = [place for place, one in enumerate(ids) if one in layer and one not in earlier]

@@ -32,10 +32,7 @@ def are_all_dense(arrived: Sequence[bytes]) -> bool:
 
 
 def by_kind(parameters: list[torch.Tensor], arrived: Sequence[bytes]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the parameters with a dense gradient on any rank, and those with only sparse gradients.
-
-    `arrived` is the `kind_of` each gradient, in the order of all parameters, by rank.
-    """
+    """Return the parameters with a dense gradient on any rank, and those with only sparse ones, by `kind_of`."""
     if are_all_dense(arrived):
         return parameters, []
     dense: list[torch.Tensor] = []
@@ -47,12 +44,9 @@ def by_kind(parameters: list[torch.Tensor], arrived: Sequence[bytes]) -> tuple[l
 
 
 class DenseGradients:
-    """The gradients of some parameters in the form in which they are averaged, and their destinations.
+    """The gradients of some parameters as they are averaged, and their destinations; a missing one counts as zero.
 
-    A parameter without a gradient is treated as having a zero gradient, and gets one. `tensors` has one contiguous
-    tensor of the parameter's dtype for each nonempty parameter, with complex ones as pairs of real numbers. For
-    contiguous parameters, it has their shape. Otherwise, it is one-dimensional, in the order of the parameter's memory,
-    to match the other ranks'.
+    `tensors` are contiguous, of the parameter's dtype (complex ones as pairs), and in the order of its memory.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -116,11 +110,7 @@ def _memory_of(gradient: torch.Tensor) -> Any:
 
 
 class _Mean(torch.autograd.Function):
-    """A gradient with the value of the mean and the graph of this rank's own gradient.
-
-    This way, a loss computed from averaged gradients (``backward(create_graph=True)``) gives each rank its own part of
-    the second derivative, and the mean of the parts, computed by the next averaging, is the derivative of the mean.
-    """
+    """A mean with the graph of this rank's gradient: the mean of second derivatives is the derivative of the mean."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -161,10 +151,7 @@ def _overlaps(gradient: torch.Tensor) -> bool:
 
 
 def average_sparse(parameters: Sequence[torch.Tensor], ranks: Ranks) -> None:
-    """Set the gradient of every parameter to the coalesced mean of all ranks' sparse gradients. Collective.
-
-    Every rank passes the same parameters. Each has a sparse gradient or none, and at least one rank has one.
-    """
+    """Set gradients, sparse or missing, to the coalesced mean of all ranks' sparse ones. Collective."""
     if not parameters:
         return
     own = [None if parameter.grad is None else parameter.grad.detach().coalesce() for parameter in parameters]

@@ -20,10 +20,7 @@ Named = tuple[str, torch.Tensor]
 
 
 def named_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Named]:
-    """Yield the parameters of models, then other tensors of optimizers, each once.
-
-    The order depends only on how the models and optimizers are built, so it is the same on every rank.
-    """
+    """Yield the parameters of models, then other tensors of optimizers, each once, in the same order on every rank."""
     of_models = ((_name(model, name), parameter) for model in models for name, parameter in named_parameters_of(model))
     yield from _each_once(itertools.chain(of_models, _of_optimizers(optimizers)))
 
@@ -56,12 +53,7 @@ def _each_once(named: Iterable[Named]) -> Iterator[Named]:
 
 
 def make_equal(ranks: Ranks, named: Sequence[Named], more: Sequence[str] = ()) -> None:
-    """Overwrite tensors of any dtypes and strides in place with rank 0's. Collective.
-
-    Raises a `NanoError` on every rank if names, shapes, dtypes or strides of the tensors differ between ranks, or
-    `more`, descriptions of other things that must be the same; the message names the first difference. Also if a tensor
-    has no shape or memory yet.
-    """
+    """Overwrite tensors with rank 0's; raise on every rank if these, or `more` descriptions, differ. Collective."""
     _refuse_without_values(named)
     _refuse_difference(ranks.gather([*(_signature(name, tensor) for name, tensor in named), *more]))
     strided = [tensor for _, tensor in named if _is_raw(tensor)]

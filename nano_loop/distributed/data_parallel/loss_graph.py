@@ -72,11 +72,7 @@ def _is_of_parameter(node: Any) -> bool:
 
 
 def split_by_depth(losses: Iterable[Tensor]) -> tuple[list[set[int]], set[int]]:
-    """Return the parameters of each last layer, such as the weight and the bias of a head, and those of all others.
-
-    The parameters are given by their ids. Those of a last layer may also be among the others, such as tied weights.
-    `losses` are the roots of a backward that has not run yet.
-    """
+    """Return the ids of the parameters of each last layer, such as a head, and of all others, before a backward."""
     nodes = _from_leaves_to([loss.grad_fn for loss in losses])
     variables = {node: getattr(node, "variable", None) for node in nodes}
     leaves = {node: id(one) for node, one in variables.items() if isinstance(one, nn.Parameter)}

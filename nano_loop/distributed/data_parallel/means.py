@@ -22,10 +22,7 @@ Transport = SharedMemoryTransport | GroupTransport
 
 
 class Means:
-    """The means of a run's gradients.
-
-    If `overlapped`, a `GroupTransport` sends gradients while the backward still computes others.
-    """
+    """The means of a run's gradients; if `overlapped`, a `GroupTransport` sends some while others are computed."""
 
     def __init__(self, ranks: Ranks, transport: Transport, *, overlapped: bool) -> None:
         self._ranks, self._transport = ranks, transport

@@ -29,11 +29,8 @@ from nano_loop.patching.torch_private_autograd import forget_empty_hooks, has_ac
 class Parameters:
     """The parameters of some models and optimizers, in an order that is the same on every rank.
 
-    Each has a hook that is called when its gradient arrives, including frozen parameters, which may be unfrozen.
-    Parameters that the loop adds to a model or optimizer are found at the next `refresh`. Models and optimizers are
-    kept until `forget_dropped`, so that all ranks average the same ones, independently of garbage collection.
-
-    `arrived` is called with a parameter each time its gradient has been accumulated, inside the backward.
+    Each has a hook, also if frozen, that calls `arrived` inside the backward. Models and optimizers are kept until
+    `forget_dropped`, so that all ranks average the same ones, independently of garbage collection.
     """
 
     def __init__(self, arrived: Callable[[torch.Tensor], None]) -> None:
@@ -69,10 +66,7 @@ class Parameters:
         self._look()
 
     def forget_dropped(self, gather: Callable[[list[bool]], list[list[bool]]]) -> None:
-        """Forget models and optimizers that the loop has dropped on any rank. Collective.
-
-        `gather` accepts a list of whether each of them still exists, and returns the lists of all ranks.
-        """
+        """Forget models and optimizers that the loop has dropped on any rank, by all ranks' flags. Collective."""
         references: list[weakref.ref[Any]] = [*map(weakref.ref, self.models), *map(weakref.ref, self.optimizers)]
         if not references:
             return

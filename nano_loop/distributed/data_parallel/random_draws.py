@@ -65,10 +65,7 @@ class RandomDraws:
     batch, since a loop may draw for activations and weights at one place. It follows from the tensor's sizes on all
     ranks if these have different numbers of samples, and otherwise from its sizes in the witness. If the witness does
     not report them, the draw is like all others at its place. If there are none, masks and ``*_like`` of tensors that
-    are not parameters are assumed to have a batch dimension.
-
-    `in_witness` takes a number n, and returns the shape and order of the witness's n-th draw for this batch. It returns
-    None on ranks other than 0, and if the witness reports nothing.
+    are not parameters are assumed to have a batch dimension. For `in_witness`, see `Comparison.drawn`.
     """
 
     def __init__(self, ranks: Ranks, in_witness: Callable[[int], Any] = lambda number: None) -> None:
@@ -132,10 +129,7 @@ class RandomDraws:
         return _Part(dimension, share.start * times, share.total * times, self._orders[site])
 
     def _learn(self, site: tuple[int, ...], tensor: Tensor, share: Share, number: int) -> None:
-        """Determine the batch dimension of a tensor, if any. Collective at the first draw there.
-
-        Raises a `NanoError` if the ranks draw tensors of other shapes than their shares explain.
-        """
+        """Determine the batch dimension of a tensor, if any; raise if the shapes do not fit. Collective."""
         if site in self._unknown:
             return
         own = [*tensor.shape]

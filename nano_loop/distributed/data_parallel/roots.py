@@ -47,10 +47,7 @@ class WeightedRoots:
         return tuple(self._weight * float(root.detach()) for root in self._alive())
 
     def become_means(self, values: Sequence[tuple[float, ...]]) -> None:
-        """Set the roots' values from the results of `values` on all ranks, and forget the roots.
-
-        A root gets new memory: values that the graph has saved, or that the loop has read before, do not change.
-        """
+        """Set the roots' values to the means, in new memory, so that what the graph has saved does not change."""
         roots, self._roots = self._alive(), []
         if len({len(of_rank) for of_rank in values}) > 1 or (share := self._split.share) is None or share.is_whole:
             return
@@ -61,10 +58,7 @@ class WeightedRoots:
                 root.data = torch.full_like(root.detach(), mean)
 
     def compare_weights(self, by_rank: Sequence[Sequence[Weight]]) -> None:
-        """Warn if the ranks' samples have different weights; see `SampleWeights.compare`.
-
-        The loss of a single sample may have no reduction.
-        """
+        """Warn if ranks weight samples differently, unless one may have a single sample, which needs no reduction."""
         share = self._split.share
         if share is not None and share.total >= 2 * share.size:
             self.sample_weights.compare(by_rank, self.comparison.tolerance, is_compared=self.comparison.is_comparing)

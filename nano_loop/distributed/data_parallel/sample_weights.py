@@ -45,10 +45,7 @@ _WAYS = (
 
 
 class Weight(NamedTuple):
-    """The weight of each element of a reduction on one rank.
-
-    It is the element's factor in the loss of the whole batch, and in that of this rank.
-    """
+    """An element's factor in the loss of the whole batch, and in that of this rank, and the reduction's elements."""
 
     total: float
     own: float
@@ -60,11 +57,6 @@ class SampleWeights:
 
     If ranks weight samples differently while gradients are compared, they may be right in doing so, and their weights
     are no longer checked.
-
-    Attributes
-    ----------
-    was_compared : bool
-        Whether gradients were compared with those of whole batches.
     """
 
     def __init__(self) -> None:
@@ -75,16 +67,12 @@ class SampleWeights:
         self._lines: set[str] = set()  # lines that have called some since the last averaging
         self._computed: dict[int, Pair | None] = {}  # by parameter id; None if computed twice since the last step
         self._backwards = 0
-        self.was_compared = False
+        self.was_compared = False  # whether gradients were compared with those of whole batches
         self._checks = True
         self._has_warned = False
 
     def watch(self, losses: Sequence[Tensor], weight: float, samples: int) -> None:
-        """Record the weights of samples in a backward that begins now.
-
-        The `weight` is the gradient of its roots, the `losses`. Tensors with one row for each sample have `samples`
-        rows.
-        """
+        """Record the weights of samples in a backward that begins now with the gradient `weight` at its `losses`."""
         self.take()
         self._later.clear()
         self._computed.clear()
@@ -106,9 +94,8 @@ class SampleWeights:
     def note_call(self, samples: int, operator: str, frame: FrameType, *args: Any, **kwargs: Any) -> None:
         """Record the line of a call that combines this rank's samples; see `calls_noted`.
 
-        Until gradients are compared, all calls count: another number of samples may be the length of a table. The
-        calls of libraries, such as the sort by which torch packs sequences, and of optimizers, which have gradients,
-        do not count.
+        Until gradients are compared, all calls count: another number of samples may be the length of a table. Calls of
+        libraries and of optimizers do not count.
         """
         if self._has_warned or (self.was_compared and not call_combines(operator, samples, *args, **kwargs)):
             return
@@ -142,11 +129,7 @@ class SampleWeights:
         return tuple(weights[: _MOST_WEIGHTS + 1])
 
     def compare(self, by_rank: Sequence[Sequence[Weight]], tolerance: float, *, is_compared: bool) -> None:
-        """Warn once if ranks weight samples differently, or a loss combines them, unlike in compared gradients.
-
-        `by_rank` are the results of `take`, and `tolerance` is the largest relative difference of equal weights.
-        `is_compared` is whether the gradients of this backward are compared with those of whole batches.
-        """
+        """Warn once if ranks weight samples differently, or a loss combines them, unlike in compared gradients."""
         later, self._lines = self._later | self._lines, set()
         known = [weights for weights in by_rank if 0 < len(weights) <= _MOST_WEIGHTS]  # a rank may have no samples
         are_equal = all(_are_equal(known[0], weights, tolerance) for weights in known[1:])

@@ -27,11 +27,7 @@ from nano_loop.patching.torch_private_compiler import never_compiled, outside_gr
 
 @contextmanager
 def norms_over_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """In the body, let batch norms in train mode compute over the batch of all ranks.
-
-    `nn.SyncBatchNorm` always does, which torch does not support on CPUs. If ranks share each batch, all batch norms do,
-    including calls of `functional.batch_norm` by a module of the program.
-    """
+    """In the body, compute `nn.SyncBatchNorm`, or all batch norms if ranks share batches, over all ranks' batch."""
     with replaced(nn.SyncBatchNorm, "forward", functools.partial(_synchronized, ranks)):
         if ranks.context.split is None:
             yield
@@ -141,10 +137,7 @@ def _normalized(
 
 
 class _Normalized(torch.autograd.Function):
-    """Batch norm by the statistics of all ranks' rows. Each rank's gradient is that of the sum of all ranks' losses.
-
-    If no C function supports it, torch operators compute the same.
-    """
+    """Batch norm by the statistics of all ranks' rows, with the gradient of the sum of all ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, eps: float, batch: _Batch) -> Tensor | None:

@@ -19,11 +19,7 @@ _LINK = "files"  # in the folder of the run, pointing to this one
 
 @contextlib.contextmanager
 def workers_files(run: Path) -> Iterator[None]:
-    """Create a folder on disk for files written by workers, which may be large, and delete it on exit.
-
-    The workers find it by the private folder of the run. It is in that folder if other users could replace it in the
-    folder for temporary files.
-    """
+    """Create a folder for workers' files on disk, or in the run's if others could replace it; delete it on exit."""
     place = make_folder(f"nano_loop-{os.getpid()}-", (Path(tempfile.gettempdir()), run))
     try:
         (run / _LINK).symlink_to(os.path.realpath(place))
@@ -49,10 +45,7 @@ def folders_of(run: Path) -> list[str]:
 
 
 def discard_workers_files(run: Path, prefix: str) -> None:
-    """Delete the folder that `workers_files` created for a run of a killed process.
-
-    The prefix of its name verifies that it is such a folder.
-    """
+    """Delete the folder that `workers_files` made for a killed process's run, if its name has the prefix."""
     with contextlib.suppress(OSError):  # there is none
         place = Path(place_of(run))
         if place.name.startswith(prefix):
@@ -83,10 +76,7 @@ _AT_HOME = ("~/.cache", "~/.triton", "~/.config/matplotlib")
 
 
 def cache_folders() -> list[str]:
-    """Return the cache folders of this process, without symbolic links in their paths.
-
-    Folders that contain the working folder or the temporary folder are omitted: the loop's own files are there.
-    """
+    """Return the resolved cache folders, but none with the working or temporary folder: the loop's files are there."""
     place = working_folder()
     others = [os.path.realpath(folder) for folder in (place, tempfile.gettempdir()) if folder is not None]
     named = (os.path.expanduser(folder) for folder in _named())
@@ -96,10 +86,7 @@ def cache_folders() -> list[str]:
 
 @contextlib.contextmanager
 def cache_folders_made() -> Iterator[list[str]]:
-    """Create the missing cache folders, because Landlock requires that they exist; on exit, remove the empty ones.
-
-    Yields the created paths, parents first.
-    """
+    """Create the missing cache folders, as Landlock requires, and yield them; on exit, remove the empty ones."""
     made: list[str] = []
 
     def make(folder: str) -> None:

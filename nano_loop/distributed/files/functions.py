@@ -35,10 +35,7 @@ def naming(path: Any) -> Iterator[None]:
 
 
 class Functions:
-    """All file functions of a rank's private files, each equivalent to Python's function.
-
-    Folders given by descriptors are the caller's.
-    """
+    """All functions of a rank's private files, each equivalent to Python's. Descriptors of folders are the caller's."""
 
     def __init__(self, overlay: Overlay) -> None:
         self._overlay = overlay
@@ -262,10 +259,7 @@ class Functions:
             self._rename(src, dst)  # rank 0 has renamed it in the meantime
 
     def _key_to_remove(self, path: Any, tolerant: bool = True) -> str | None:
-        """Return the resolved path of a file to remove; None if rank 0 has removed it before this rank.
-
-        Raises a FileNotFoundError if it does not exist, and rank 0 has not removed it or `tolerant` is False.
-        """
+        """Return the resolved path of a file to remove; None if rank 0 has removed it before, and `tolerant`."""
         with contextlib.suppress(FileNotFoundError):
             key = self._overlay.key(_bare(path), follow=False)
             if self._overlay.is_shared(key) or self._overlay.seen(key) is not None:

@@ -24,10 +24,7 @@ _MOVE, _TRUNCATE = 1 << 13, 1 << 14  # since ABI versions 2 and 3
 
 
 def keep_writes_in(folders: Iterable[str]) -> bool:
-    """Forbid this thread, and everything that it starts, to change files outside of these folders.
-
-    Returns whether the kernel supports it.
-    """
+    """Forbid this thread and what it starts to change files outside of folders; return whether the kernel can."""
     if sys.platform != "linux":
         return False
     call = ctypes.CDLL(None).syscall

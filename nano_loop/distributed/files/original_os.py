@@ -19,9 +19,7 @@ _NAMES = (
 
 #: The functions that a rank uses to access files directly. Not all exist on every system.
 original_os: Any = SimpleNamespace(
-    **{name: getattr(os, name) for name in _NAMES if hasattr(os, name)},
-    open_file=io.open,
-    rmtree=shutil.rmtree,
+    **{name: getattr(os, name) for name in _NAMES if hasattr(os, name)}, open_file=io.open, rmtree=shutil.rmtree
 )
 
 
@@ -45,11 +43,7 @@ def missing(path: Any) -> OSError:
 
 
 class Replacement(staticmethod):  # type: ignore[type-arg]
-    """A function that a class does not bind, like built-in functions, and that is pickled by name.
-
-    It equals the original, so it is in the same sets, such as `os.supports_follow_symlinks`, and copies its signature
-    and documentation. `module` contains the original by its name.
-    """
+    """A function that a class does not bind, pickled by its name in `module`, and equal to the original, as in sets."""
 
     def __init__(self, function: Callable[..., Any], original: Any, module: str) -> None:
         super().__init__(functools.wraps(original)(functools.partial(function)))

@@ -30,33 +30,24 @@ _MOST_LINKS = 40  # maximum number of nested links, as in the kernel
 
 
 class Overlay:
-    """The private files of a rank, and of the processes that it forks.
-
-    Before `begin` and after `end`, every file is shared: the functions behave like Python's.
-    """
+    """The private files of a rank and its forks. Outside of `begin` and `end`, every file is shared."""
 
     root: str  # the folder of the private files; empty while there are none
     shared: tuple[str, ...]  # folders whose files all ranks write, with a trailing slash
     rank: int  # the owner of the files
     shards: Shards  # the private files that belong to the caller
     temporary: str  # a folder for temporary files, which are real
-    #: The start of the run in ns, by the file system clock. Files of the caller that changed since then were changed by
-    #: rank 0.
+    #: The start of the run in ns, by the file system clock: rank 0 has changed the caller's files that changed later.
     since: int
 
     def __init__(self) -> None:
         self.databases: set[str] = set()  # those of the caller that were opened read-only
-        #: A thread that is exempt from the kernel's restrictions on the other threads: it can write to the caller's
-        #: pipes.
+        #: A thread that the kernel does not restrict, unlike the others: it can write to the caller's pipes.
         self.outside: Executor | None = None
         self.end()
 
     def begin(self, rank: int, place: str, temporary: str, since: int, shared: Iterable[str]) -> None:
-        """Make all writes from now on private; see the attributes.
-
-        `place` is an existing folder for the files, without symbolic links in its path. `shared` are further folders
-        whose files all ranks write, such as caches.
-        """
+        """Make all writes private from now on, in `place`, a resolved path, except in `shared` folders, as caches."""
         root = f"{place}/files"
         original_os.mkdir(root, 0o700)
         self.rank, self.root, self.temporary, self.since = rank, root, temporary, since
@@ -84,10 +75,7 @@ class Overlay:
     # # --- lookups ---
 
     def key(self, path: Any, follow: bool = True) -> str:
-        """Return the absolute path as the rank sees it, without symbolic links, except a final one unless `follow`.
-
-        Raises an OSError if the rank sees no folder that could contain it.
-        """
+        """Return the absolute path as the rank sees it, without links, except a final one unless `follow`."""
         return self.resolved(path, follow)[0]
 
     def reading(self, path: Any, follow: bool = True) -> Any:

@@ -37,10 +37,7 @@ _overlay = Overlay()
 
 
 def redirect_files(run: Path, rank: int) -> None:
-    """Make the writes of this process, a worker that ends with the run, private.
-
-    The private folder of the run contains a link made by `nano_loop.distributed.files.folder.workers_files`.
-    """
+    """Make the writes of this process, a worker that ends with the run, private, in the folder that its run names."""
     _replace_functions(ExitStack())  # never closed: they last as long as the process
     place = f"{place_of(run)}/{rank}"
     original_os.mkdir(place, 0o700)
@@ -62,8 +59,7 @@ def guard_files() -> None:
 def private_files(rank: int, own: Path, since: int, *shared: Path) -> Iterator[None]:
     """In the body, make the writes of this process private, a rank other than 0 that was started externally.
 
-    `own` is its private folder, with a link made by `nano_loop.distributed.files.folder.workers_files`, and `shared`
-    are the folders of the run that the ranks of this host share. The run started at `since`, in ns by the file system
+    `own` is its private folder, `shared` are those of the run. The run started at `since`, in ns by the file system
     clock.
     """
     with ExitStack() as stack:
@@ -154,11 +150,7 @@ def _replace_where_kept(module: ModuleType, replaced: Mapping[int, Any]) -> None
 
 
 def _keep_temporary_files_in(folder: str) -> Callable[[], None]:
-    """Make `tempfile` use a folder if the caller passes none; return a function that undoes it.
-
-    The files are real, for other programs too. `tempfile.gettempdir()` is unchanged: the caller may have put files
-    there.
-    """
+    """Make `tempfile` use a folder for real files, but not in `gettempdir()`; return a function that undoes it."""
     original = getattr(tempfile, _sanitize, None)
     if original is None:
         return lambda: None

@@ -28,11 +28,7 @@ _LITTLE = 1 << 20  # free bytes on a disk that is considered full
 
 @contextlib.contextmanager
 def explaining_files(overlay: Overlay) -> Iterator[None]:
-    """Make errors of a rank name the full disk, or the file that compiled code could not open, with advice.
-
-    An OSError replaces the error of a full disk, and torch's, which states no reason. A NanoError replaces that of
-    compiled code.
-    """
+    """Make errors of a rank name the full disk, as an OSError, or the file that compiled code could not open."""
     try:
         yield
     except Exception as error:

@@ -52,11 +52,7 @@ def of_process() -> Ranks | None:
 
 
 class RunScope:
-    """The scope in which a run is the innermost one. Code elsewhere does not belong to it.
-
-    With `in_all_threads`, it includes all threads, and the processes that they fork, outside of their own runs;
-    otherwise only this thread.
-    """
+    """The scope in which a run is the innermost one: this thread, or `in_all_threads` outside of their own runs."""
 
     def __init__(self, ranks: Ranks, in_all_threads: bool = False) -> None:
         self._ranks = ranks
@@ -103,10 +99,10 @@ def of_ranks(size: int) -> str:
 
 @contextmanager
 def whole_process(option: str, what: str) -> Iterator[None]:
-    """Hold the process group and the CPU binding of all threads for one run; runs of one thread can be nested.
+    """Hold the process group and the CPU binding for one run; raise a `NanoError` if another thread's run does.
 
-    Raises a `NanoError` if a run in another thread holds the process. `option` is the option that requires it, as it
-    was typed, for the error of this run. `what` is how the run uses the process, for the error of another one.
+    `option` requires it, as it was typed, for the error of this run. `what` is how the run uses the process, for that
+    of another.
     """
     holder = _Holder(what)
     try:

@@ -28,11 +28,9 @@ def running_together(
 ) -> Iterator[Joined]:
     """Run the body as rank 0 alongside `workers` until all have finished or one has failed, then end them.
 
-    Raises a `NanoWorkerError` if another rank fails. The workers are then killed, as they are if the body raises.
-    Interrupts are handled in the body, and in the waits before and after it, which last at most `timeout` seconds.
-
-    The workers are about to read their payload; `forget` deletes it when all have read it. `connect` accepts a function
-    that raises if another rank failed, and returns a context in which the ranks are connected, whose value is yielded.
+    Raises a `NanoWorkerError` if another rank fails. Interrupts are handled in the body, and in the waits before and
+    after it. `forget` deletes the payload when all have read it. `connect` gets a function that raises if another rank
+    failed.
     """
     has_joined, interrupts = False, workers.interrupts
 

@@ -64,8 +64,7 @@ class Failure:
 def kind_of(error: BaseException) -> Kind:
     """Return whether an exception is a cause, or a consequence of another rank's end.
 
-    A connection lost by torch.distributed is a consequence; a connection of the user's, to a database or a closed
-    terminal, is a cause with the same message.
+    A lost connection of torch.distributed is one; of the user's, to a database, it is a cause with the same message.
     """
     if isinstance(error, RankLeftError):
         return Kind.LEFT
@@ -88,19 +87,19 @@ def _raised_by_torch_distributed(traceback: TracebackType | None) -> bool:
 def raised(rank: int, error: BaseException, traceback: str, where: str = "") -> Failure:
     """Return the failure of a rank that raised; `where` is ``" in worker_init"`` if the loop did not raise."""
     if isinstance(error, RankLateError):
-        return Failure(rank, Kind.LATE, str(error), "", traceback=_shortened(traceback), late=error.rank)
+        return Failure(rank, Kind.LATE, str(error), "", traceback=shortened(traceback), late=error.rank)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         what = f"called sys.exit({'' if error.code is None else repr(error.code)}){where}"
         advice = f"Return from {'worker_init' if where else 'the loop on every rank'} instead"
         return Failure(rank, Kind.CAUSE, what, advice, exitcode=code, traceback=traceback)
     if isinstance(error, RankLeftError):
-        return Failure(rank, Kind.LEFT, str(error), "", traceback=_shortened(traceback))
+        return Failure(rank, Kind.LEFT, str(error), "", traceback=shortened(traceback))
     words = _words_of(error)
     text = f"{type(error).__name__}: {words}" if words else type(error).__name__
     what = "raised " + text.rstrip(".").partition("\n")[0] + where
     advice = _limit(error) or "Fix the error in its traceback"
-    return Failure(rank, kind_of(error), what, advice, traceback=_shortened(traceback))
+    return Failure(rank, kind_of(error), what, advice, traceback=shortened(traceback))
 
 
 def _limit(error: BaseException) -> str | None:
@@ -137,10 +136,10 @@ def _words_of(error: BaseException) -> str:
         return f"(its message raises {type(another).__name__})"
 
 
-def _shortened(traceback: str) -> str:
-    """Omit the middle of a very long traceback, which has a message of many megabytes."""
-    half = _LONGEST_TRACEBACK // 2
-    return traceback if len(traceback) <= 2 * half else f"{traceback[:half]}\n[...]\n{traceback[-half:]}"
+def shortened(text: str, most: int = _LONGEST_TRACEBACK) -> str:
+    """Omit the middle of a long text, such as a traceback with a message of many megabytes."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}[...]{text[-half:]}"
 
 
 def _unpickled(content: bytes) -> BaseException | None:
@@ -153,11 +152,7 @@ def _unpickled(content: bytes) -> BaseException | None:
 
 
 def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failure:
-    """Return the failure of a rank whose process ended without a report.
-
-    The `exitcode` is negative for a signal, and None if the launcher does not know it. `last_words` is the end of its
-    standard error.
-    """
+    """Return the failure of a rank whose process ended without a report; a negative `exitcode` is a signal."""
     advice = "See its previous output" if last_words else "Run the loop with num_processes=1 to find the cause"
     if exitcode is None or exitcode >= 0:
         code = "" if exitcode is None else f" with exit code {exitcode}"

@@ -33,11 +33,9 @@ _groups: list[SharedGroups] = process_wide("process groups of runs", [])
 
 @contextmanager
 def local_group(ranks: Ranks, backend: str | None) -> Iterator[None]:
-    """Connect ranks of one host, which meet in their folder, and enable `torch.distributed` between them.
+    """Connect ranks of one host, which meet in their folder without a socket, and enable `torch.distributed`.
 
-    The ranks have a channel until the context exits. No socket is used to meet. Until all have arrived, waits raise an
-    error as soon as `Ranks.check` does, and after the timeout; in any case, nothing is left behind. `backend` is
-    torch.distributed's name of the default process group's backend; None uses shared memory.
+    `backend` is torch.distributed's name of the default process group's backend; None uses shared memory.
     """
     assert ranks.folder is not None
     with shared_channel(ranks, ranks.folder) as channel, ExitStack() as stack:
@@ -63,7 +61,7 @@ def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
         yield channel
         returned = True
     finally:
-        ranks.channel = ranks.context.waits = None
+        ranks.channel = ranks.context.waits = None  # type: ignore[assignment]
         channel.leave(returned=returned)
         if returned and shards().are_waiting:
             with suppress(NanoError):  # another rank has failed
@@ -76,8 +74,7 @@ def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
 def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: str | None = None) -> Iterator[None]:
     """Create torch's default process group of the ranks that meet at a store, and destroy it on exit.
 
-    Its collectives have the timeout of the ranks. `backend` is torch.distributed's name of the backend; None means
-    gloo. gloo uses the network interface of `address`, an address of this host, unless the user has chosen one by
+    gloo uses the network interface of `address`, an address of this host, unless the user has chosen one by
     ``GLOO_SOCKET_IFNAME``. With None, it resolves the host's name.
     """
     timeout = timedelta(seconds=ranks.timeout)
@@ -98,10 +95,7 @@ def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: s
 
 @contextmanager
 def gradient_group(ranks: Ranks, *, address: str | None = None) -> Iterator[None]:
-    """Create a process group for the gradients of all ranks, in addition to the default one. Collective.
-
-    The context of the ranks has the group until this context exits. For `address`, see `process_group`.
-    """
+    """Give the ranks' context another process group for gradients; for `address`, see `process_group`. Collective."""
     with _through_interface_of(address):
         ranks.context.gradient_group = distributed.new_group(timeout=timedelta(seconds=ranks.timeout))
     try:
@@ -116,9 +110,8 @@ def gradient_group(ranks: Ranks, *, address: str | None = None) -> Iterator[None
 def _file_store(ranks: Ranks, folder: Path) -> Iterator[Store]:
     """Yield the store of ranks of one host, in their folder.
 
-    A rank whose store is deleted while rank 0 deletes the folder would look for the file until the timeout, and then be
-    aborted by torch. So each rank accesses the file by a link that it deletes itself before the store: torch does
-    nothing for a store whose file is gone.
+    torch aborts a rank whose store's file goes before the store. So each rank accesses it by a link that it deletes
+    itself: torch does nothing for a store whose file is gone.
     """
     link = folder / f"store-{ranks.rank}"
     link.symlink_to("store")

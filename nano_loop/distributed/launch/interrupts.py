@@ -17,10 +17,8 @@ class Interrupts:
     """Handles SIGINT in the main thread like the user's handler, but never between two steps of a launch.
 
     Python raises a KeyboardInterrupt between any two lines, including after a process was started and before its
-    cleanup is registered. So interrupts are deferred, except in the body of `heard`. An interrupt during the cleanup of
-    a run is raised when that is finished; a second one takes effect immediately.
-
-    It does nothing in other threads, which are never interrupted.
+    cleanup is registered. So interrupts are deferred, except in the body of `heard`. A second one during the cleanup
+    takes effect immediately.
     """
 
     def __init__(self) -> None:

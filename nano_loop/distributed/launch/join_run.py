@@ -17,10 +17,7 @@ from nano_loop.errors import NanoError, error_message
 
 
 def choose(options: Options, *, inside_run: bool) -> Launcher:
-    """Return the launcher of a run.
-
-    A run inside another run of this thread does not use the external launcher's processes, which are in use already.
-    """
+    """Return the launcher of a run; inside another run, an external launcher's processes are in use already."""
     # Import launchers of several processes lazily: a run of one process starts 25 ms earlier.
     launch = None if inside_run else found_launch(os.environ)
     if launch is not None:
@@ -39,10 +36,7 @@ def choose(options: Options, *, inside_run: bool) -> Launcher:
 
 
 def expected_ranks(options: Options) -> Ranks:
-    """Return this process's place in its next run, as far as it is known in advance.
-
-    Raises a `NanoConfigError` if ``num_processes`` and the launcher disagree.
-    """
+    """Return this process's place in its next run; raise a `NanoConfigError` if the launcher has other processes."""
     return choose(options, inside_run=innermost() is not None).expected_ranks()
 
 
@@ -54,11 +48,7 @@ def prepare(options: Options, machine: Machine) -> None:
 
 
 def current_ranks() -> Ranks:
-    """Return the ranks of the innermost run of this thread.
-
-    In a thread without a run, this is the run that holds the process; outside of all runs, the ranks started by
-    torchrun, srun or mpirun.
-    """
+    """Return the ranks of this thread's innermost run, of the process's run, or of torchrun, srun or mpirun."""
     return innermost() or of_process() or expected_ranks(Options())
 
 
@@ -68,12 +58,9 @@ def joined(
 ) -> Iterator[RankSlot]:
     """Connect the ranks of a run until all of them have finished the task or one has failed.
 
-    Other ranks run the task, which is None if there are none to start; this one runs it in the body. By default, the
-    launcher is the one that `choose` returns. `machine` is the part of the machine available to all ranks of this host
-    together.
-
-    Yields the slot of this process. If CPUs were assigned to it, all threads of the process are bound to them. Raises a
-    `NanoError` if an active run prevents it, and a `NanoWorkerError` if another rank fails.
+    Other ranks run the task, which is None if there are none to start; this one runs it in the body. `machine` is the
+    part available to all ranks of this host together. If CPUs are assigned to the slot, all threads of the process are
+    bound to them.
     """
     outer = innermost()
     if outer is not None:

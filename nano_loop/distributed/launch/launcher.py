@@ -15,11 +15,7 @@ from nano_loop.distributed.comm.ranks import Loop, Ranks
 
 
 class Task(ABC):
-    """The work of every rank of a run. Picklable: ranks in other processes execute a copy.
-
-    `names` are the user's objects in the task by their names in the user's code, used in errors about objects that
-    cannot be pickled. The mapping itself is not pickled.
-    """
+    """The work of every rank of a run. Ranks in other processes execute a pickled copy, without `names`, for errors."""
 
     def __init__(self, names: Mapping[str, Any], loop: Loop) -> None:
         self.names = names
@@ -67,29 +63,19 @@ class Launcher(ABC):
         self.options = options
 
     def expected_ranks(self) -> Ranks:
-        """Return this process's place in its next run, as far as it is known in advance.
-
-        By default, it is rank 0 and starts the others. Raises a `NanoConfigError` if this launcher does not support the
-        options.
-        """
+        """Return this process's place in its next run, by default rank 0; raise if the options are not supported."""
         count = self.options.processes
         return Ranks(size=count, local_size=count)
 
     @abstractmethod
     def joined(self, machine: Machine, task: Task | None) -> AbstractContextManager[RankSlot]:
-        """Return a context in which this process is a rank of the run, and the other ranks do `task`.
+        """Return a context in which this process is a rank, and the others do `task`, which it does itself in the body.
 
-        This process does the task itself in the body of the context. `machine` is the part of the machine available to
-        all ranks of this host together. Raises a `NanoError` if the ranks cannot be connected, and at the exit a
-        `NanoWorkerError` if another rank has failed.
+        `machine` is the part of the machine available to all ranks of this host together.
         """
 
     def prepare(self, machine: Machine) -> None:  # noqa: B027 - most launchers have nothing to prepare
-        """Start slow parts before a run needs them. By default, there are none.
-
-        `machine` is the part of the machine available to all ranks of this host together. Raises a `NanoError` if the
-        run could not start either.
-        """
+        """Start slow parts before a run needs them; raise a `NanoError` if the run could not start either."""
 
     @property
     def needs_whole_process(self) -> bool:
@@ -98,10 +84,7 @@ class Launcher(ABC):
 
 
 class Alone(Launcher):
-    """One rank, this process, which is bound to CPUs only with ``cpu_for_each_process``.
-
-    `processes` is the number of such runs that share the machine, in processes that were started externally.
-    """
+    """One rank, this process, bound only with ``cpu_for_each_process``; `processes` of such runs share the machine."""
 
     def __init__(self, options: Options, processes: int = 1) -> None:
         super().__init__(options)

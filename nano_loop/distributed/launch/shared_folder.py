@@ -25,10 +25,7 @@ _PREFIX = "nano_loop-"
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """Create a folder, in memory if this system has an in-memory file system, and delete it on exit.
-
-    Folders left by killed processes are deleted as well: before, on exit, and when this process ends.
-    """
+    """Create a folder, in memory if possible, and delete it and those left by killed processes on exit."""
     parent = trusted_parent((SHARED_MEMORY, Path(tempfile.gettempdir())))
     _delete_abandoned_at_exit(parent)
     delete_abandoned(parent, _PREFIX)
@@ -43,10 +40,7 @@ def private_folder() -> Iterator[Path]:
 
 @functools.cache
 def folder_of_process(process: int) -> Path:
-    """Return the private folder that this process has until it ends, including one for files on disk.
-
-    So if it is killed, other processes delete its files, even after the run.
-    """
+    """Return the private folder that this process has until it ends: if it is killed, others delete its files."""
     with ExitStack() as stack:
         folder = stack.enter_context(private_folder())
         stack.enter_context(workers_files(folder))
@@ -105,10 +99,7 @@ def held(folder: Path) -> Iterator[bool]:
 
 
 def delete_abandoned(parent: Path, prefix: str) -> None:
-    """Delete folders of runs in `parent` that killed processes of this user have left.
-
-    Their names are the `prefix` followed by the id of the process that created them.
-    """
+    """Delete folders in `parent`, named by `prefix` and a process id, that killed processes of this user have left."""
     for folder in parent.glob(f"{prefix}[0-9]*-*"):
         process = folder.name[len(prefix) :].partition("-")[0]
         if not (process.isdecimal() and has_ended(int(process))):

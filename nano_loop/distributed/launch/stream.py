@@ -81,10 +81,7 @@ class Stream:
 
 
 class Reporter:
-    """Sends a worker's reports: "ready" when it has read its payload, and at the end "finished" or "failed".
-
-    For `send`, see `Stream.send`.
-    """
+    """Sends a worker's reports: "ready" when it has read its payload, and at the end "finished" or "failed"."""
 
     def __init__(self, rank: int, send: Callable[..., object]) -> None:
         self.rank = rank

@@ -46,10 +46,7 @@ class State:
 
     @classmethod
     def of_this_process(cls, usual_threads: int) -> State:
-        """Read the settings of this process.
-
-        If its number of compute threads is lower than torch's default here, `usual_threads`, the user has chosen it.
-        """
+        """Read the settings of this process; the user has chosen its threads if they are less than `usual_threads`."""
         states, threads = process_states(), torch.get_num_threads()
         settings: list[Callable[[], object]] = [
             *([patch_cuda] if is_cuda_patched() else []),
@@ -116,11 +113,7 @@ def _set_mkldnn(enabled: bool, matmul_precision: str | None, precisions: dict[st
 
 @dataclass
 class Assignment:
-    """The work of a worker, as sent in the payload.
-
-    It has torch's settings and the random states, and the slots of all ranks, by rank; none if they are only known once
-    the ranks have joined.
-    """
+    """The work of a worker, as sent in the payload; slots may only be known once the ranks have joined."""
 
     task: Task
     state: State
@@ -134,11 +127,7 @@ class Assignment:
 
 
 def write_payload(assignment: Assignment, folder: Path) -> int:
-    """Write the data for the workers to new folders in the run's folder in the shared-memory file system.
-
-    They call `worker_init` before they read the assignment. Returns the number of bytes of large storages and arrays
-    that were copied. Raises a `NanoWorkerError` if an object cannot be pickled, or a worker would import other code.
-    """
+    """Write `worker_init` and the assignment to the run's folder; return the bytes of large objects copied."""
     worker_init = assignment.options.worker_init
     try:
         if worker_init is not None:
@@ -156,9 +145,7 @@ Join = Callable[[Assignment, int], AbstractContextManager[RankSlot]]
 def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path) -> None:
     """Run a worker process: read its payload, do the task, and report the outcome.
 
-    Changes to the process (torch's settings, its seeds, its files) are not undone, because it ends with the run. Files
-    that it writes are in the private `folder` (`nano_loop.distributed.files.folder`). `join` accepts the assignment and
-    this rank, and returns a context in which the ranks are connected.
+    Changes to the process (torch's settings, its seeds, its files) are not undone, because it ends with the run.
     """
     note_rank(reporter.rank)
     where = ""
@@ -192,11 +179,7 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path) -> None
 
 
 def _keep_sockets_in(folder: Path) -> None:
-    """Make multiprocessing, which loaders use, put its temporary folder where rank 0 deletes it.
-
-    The path must also be short: socket paths have at most 107 characters, and this process's temporary folder is deeply
-    nested in the caller's.
-    """
+    """Put multiprocessing's folder where rank 0 deletes it, at a short path: a socket's has at most 107 letters."""
     place = folder / f"pymp-{os.getpid()}"
     place.mkdir(mode=0o700)
     # There is no public name for it; multiprocessing's own children inherit it in the same way.

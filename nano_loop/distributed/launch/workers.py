@@ -22,10 +22,7 @@ _GRACE = 1.0  # seconds that a failure waits for its cause, and a rank that wait
 
 
 class Worker(ABC):
-    """A process that a launcher has started for a rank, as seen by rank 0.
-
-    `poll` is called in the watching thread, `kill` and `stack_dump` in any thread, and `close` last.
-    """
+    """A rank's process, as seen by rank 0; `poll` is called in the watching thread, `kill` and `stack_dump` in any."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -58,7 +55,7 @@ class Workers:
     """The workers of one run, which `end` closes, and the thread that watches them.
 
     The loss of a process or its host is detected within `latest_news` seconds. Errors that it causes on other ranks
-    wait for this long. If a worker or the thread cannot be started, the other workers are closed.
+    wait for this long.
     """
 
     def __init__(self, workers: Iterable[Worker], interrupts: Interrupts, latest_news: float = 0.0) -> None:
@@ -168,8 +165,7 @@ class Workers:
     def _located(self, failure: Failure) -> Failure:
         """Convert the failure of a rank that waited in vain into one of the late ranks, with their locations.
 
-        The rank that it waited for may itself be waiting: the late ranks are those that have not waited in vain, or the
-        others if all have.
+        These are the ranks that have not waited in vain, or the others if all have.
         """
         known = {other.rank: other for other in self._failures}
         running = [*([] if self._thread is None else [0]), *self.unfinished]

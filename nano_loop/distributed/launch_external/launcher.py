@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,6 @@ from nano_loop.distributed.launch.shared_folder import folder_of_process, has_en
 from nano_loop.distributed.launch_external.environment import Launch, local_size
 from nano_loop.distributed.launch_external.rendezvous import (
     BEGAN,
-    Presence,
     common_folder,
     external_store,
     gather_at,
@@ -40,11 +40,7 @@ _Mask = tuple[int, ...]  # the CPUs that a rank may use
 
 
 class External(Launcher):
-    """The ranks of an external launch, including this process: nothing is started, sent or watched.
-
-    The external launcher ends all of its processes if one of them fails. An existing process group of the user's is
-    used and kept.
-    """
+    """The ranks of an external launch, which nano_loop does not start or end; the user's process group is kept."""
 
     def __init__(self, options: Options, launch: Launch) -> None:
         super().__init__(options)
@@ -87,20 +83,17 @@ def join_run(
 ) -> Iterator[RankSlot]:
     """Join the other processes of a launch, however started, and divide this host among its ranks. Collective.
 
-    They meet in `store`, which no other run uses. None: in the user's process group, which is kept. The launcher may
-    already have restricted `machine`. Without `threads`, the ranks of a host divide its CPUs; with it, this process has
-    this number of compute threads and is not bound. For `check`, see `Ranks`, and for `address`, `process_group`.
-
-    By default, the ranks of a host watch each other, and files written by ranks other than 0 are private during the
-    run. A launcher that passes `parent` (see `common_folder`) handles both itself.
+    They meet in `store`, which no other run uses, or in the user's process group. Without `threads`, the ranks of a
+    host divide its CPUs; with it, this process has so many compute threads and is not bound. A launcher that passes
+    `parent` (see `common_folder`) watches the ranks and keeps their files private itself.
     """
     everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=check)
     gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)
-    own = Presence(this_host(), machine.allowed, os.getpid())
-    presences = [*map(Presence.from_text, gather(own.as_text()))]
-    members = by_host([presence.host for presence in presences])
+    own = json.dumps([this_host(), machine.allowed, os.getpid()])
+    hosts, cpus, processes = zip(*map(json.loads, gather(own)), strict=True)
+    members = by_host(hosts)
     here = next(ranks for ranks in members if launch.rank in ranks)
-    masks = [presences[rank].cpus for rank in here]
+    masks = [tuple(cpus[rank]) for rank in here]
     shares = _shares(options, machine, here, masks) if threads is None else ()
     share = shares[here.index(launch.rank)] if shares else None
     with ExitStack() as stack:
@@ -122,7 +115,7 @@ def join_run(
         backend = options.process_group_backend
         if ranks.folder is not None:
             if parent is None:
-                stack.enter_context(watching_each_other(ranks, [presence.process for presence in presences]))
+                stack.enter_context(watching_each_other(ranks, processes))
             local = shared_channel(ranks, ranks.folder) if store is None else local_group(ranks, backend)
             stack.enter_context(local)
         else:
@@ -151,10 +144,7 @@ def _shares(options: Options, machine: Machine, here: list[int], masks: list[_Ma
 
 
 def _undivided(machine: Machine, masks: list[_Mask], threads: int | None) -> Machine:
-    """Return the part of the machine for one of the ranks with these masks, if nano_loop binds none of them.
-
-    They share a quota, and also the cores if their masks are equal.
-    """
+    """Return the part of the machine for one of the ranks with these masks, which share a quota, and maybe cores."""
     if threads is not None:
         return replace(machine, quota=float(min(threads, machine.num_threads)))
     shared = machine.num_threads if all(mask == machine.allowed for mask in masks) else machine.quota
@@ -168,10 +158,7 @@ _INTERVAL = 0.2  # seconds between checks of the others
 
 @contextmanager
 def watching_each_other(ranks: Ranks, processes: Sequence[int]) -> Iterator[None]:
-    """Make every wait of a host's ranks detect that another rank's process has ended without leaving the run.
-
-    ``ranks.check`` then raises a `NanoWorkerError`. The process ids are by rank.
-    """
+    """Make waits of a host's ranks raise a `NanoWorkerError` if another rank's process ended without leaving."""
     launcher_s, looked = ranks.check, time.monotonic()
 
     def check() -> None:

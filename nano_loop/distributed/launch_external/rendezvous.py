@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -34,10 +32,7 @@ Gather = Callable[[str], list[str]]
 
 
 def external_store(launch: Launch, environ: Mapping[str, str], timeout: float) -> Store:
-    """Return a store shared by all ranks of a launch, new for each run.
-
-    Raises a `NanoError` if the launcher does not specify where the ranks can meet.
-    """
+    """Return a store for all ranks of a launch, new for each run; raise a `NanoError` if its place is not known."""
     place = _meeting_place(launch, environ)
     # torchrun's agent runs the server; otherwise rank 0 does.
     serves = launch.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -74,41 +69,14 @@ def _usual_place_of_srun(environ: Mapping[str, str]) -> _Place:
     return SLURMEnvironment.resolve_root_node_address(nodes), 15000 + number % 10000
 
 
-class Host(NamedTuple):
-    """The identity of a host; a container with its own shared memory or process ids counts as a host."""
-
-    name: str
-    boot: str
-    shared_memory: int
-    process_numbers: int
-
-
-class Presence(NamedTuple):
-    """A process's description of itself when it joins: its host, the logical CPUs that it may use, and its id."""
-
-    host: Host
-    cpus: tuple[int, ...]
-    process: int
-
-    def as_text(self) -> str:
-        """Return the description as JSON."""
-        return json.dumps(self)
-
-    @classmethod
-    def from_text(cls, text: str) -> Presence:
-        """Return the description from the result of `as_text`."""
-        host, cpus, process = json.loads(text)
-        return cls(Host(*host), tuple(cpus), process)
-
-
-def this_host() -> Host:
-    """Return the host of this process."""
+def this_host() -> str:
+    """Return the identity of this host, or of a container with its own shared memory or process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         numbers = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         boot, numbers = "", 0
-    return Host(socket.gethostname(), boot, shared_memory_device(), numbers)
+    return f"{socket.gethostname()} {boot} {shared_memory_device()} {numbers}"
 
 
 def gather_at(store: Store, ranks: Ranks) -> Gather:
@@ -139,11 +107,7 @@ def gather_in_group(ranks: Ranks) -> Gather:
 
 @contextmanager
 def common_folder(rank: int, gather: Gather, here: list[int], parent: Path | None = None) -> Iterator[Path]:
-    """Yield the private folder that the first rank of this host creates for all, with `BEGAN` in it. Collective.
-
-    `here` are the ranks of this host. The folder is created in `parent`, a private folder of this process, if it is
-    given.
-    """
+    """Yield the private folder that the first of the ranks `here` creates for all, in `parent` if given. Collective."""
     with _made(parent) if rank == here[0] else nullcontext() as made:
         folder = Path(gather(str(made or ""))[here[0]])
         refuse_foreign_folder(folder)

@@ -32,11 +32,7 @@ _DESCRIPTORS = 3  # per request for a worker: its stream, standard output, stand
 
 
 def serve(control: socket.socket, origin: dict[str, Any]) -> NoReturn:
-    """Serve the caller until it has ended, has closed its socket, or has been idle for a while.
-
-    `control` is a stream socket connected to the caller. `origin` has the settings that
-    `nano_loop.distributed.launch_local.server.Server` passed to this process.
-    """
+    """Serve the caller until it has ended, has closed its socket `control`, or has been idle for a while."""
     preload(origin["modules"], origin["folder"])
     server = ForkServer(Stream(control), _handle_of(origin["caller"]), origin["idle"])
     try:
@@ -50,8 +46,8 @@ def serve(control: socket.socket, origin: dict[str, Any]) -> NoReturn:
 def preload(modules: Sequence[str], folder: str | None) -> None:
     """Import modules once for all workers; one that cannot be imported raises in a worker that needs it.
 
-    The temporary folder during the imports is `folder`, or the system's: this process does not delete folders that an
-    import creates, such as that of torch._dynamo in torch 2.8.
+    Temporary files are in `folder`: this process does not delete what an import creates, such as torch._dynamo in torch
+    2.8.
     """
     before, tempfile.tempdir = tempfile.tempdir, folder
     for name in modules:
@@ -71,11 +67,7 @@ class ForkedProcess(NamedTuple):
 
 
 class ForkServer:
-    """The server; see the module's docstring.
-
-    `caller` is a descriptor that is readable when the caller has ended, or None if the system does not support this.
-    The process ends after `idle` seconds without a run.
-    """
+    """The server. `caller` is a descriptor that is readable when the caller has ended, or None if there are no such."""
 
     def __init__(self, control: Stream, caller: int | None, idle: float) -> None:
         self._control = control
@@ -209,10 +201,7 @@ def _kill_group(leader: int) -> None:
 
 
 def _handle_of(process: int) -> int | None:
-    """Return a descriptor for a process that is readable once the process has ended.
-
-    None if the system does not support it (Linux 5.3 and later do, unless sandboxed), or the process has ended.
-    """
+    """Return a descriptor that is readable once a process has ended; None if it has, before Linux 5.3 or sandboxed."""
     try:
         return os.pidfd_open(process)
     except (AttributeError, OSError):

@@ -23,11 +23,7 @@ from nano_loop.integrations.rank_zero import note_rank
 
 
 def work_for(start: dict[str, Any], stream: Stream, output: int, errors: int) -> None:
-    """Run a rank in this process, then end the process.
-
-    `start` is the result of `nano_loop.distributed.launch_local.start.start_of`. The stream leads to rank 0. `output`
-    and `errors` are the descriptors of standard output and standard error.
-    """
+    """Run a rank with the settings of `start_of` in this process, with descriptors for its output, then end it."""
     _take_streams(output, errors)
     _take_over(start)
     stack_dump.dump_on_signal(start["folder"], start["rank"])

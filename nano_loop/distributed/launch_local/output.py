@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from nano_loop.distributed.launch.failure import shortened
+
 _LAST_WORDS = 4000  # characters kept for a message
 _LONGEST_WORDS = 400  # per line there: faulthandler lists all extension modules at the end, in 10,000 characters
 _LONGEST_LINE = 1 << 16  # bytes; longer lines are shown in pieces
@@ -15,10 +17,7 @@ _STANDARD = 3  # lower descriptors are the standard streams, which C libraries w
 
 
 class Output:
-    """One stream of another process, whose lines are shown on `stream` with a prefix, or discarded if that is None.
-
-    The owner of the descriptor, a non-blocking pipe, closes it.
-    """
+    """One stream of another process, a non-blocking pipe, whose lines are shown on `stream`, if any, with a prefix."""
 
     def __init__(self, descriptor: int, stream: Any, prefix: str) -> None:
         self.descriptor = descriptor
@@ -58,7 +57,7 @@ class Output:
     def _keep(self, text: str) -> None:
         """Keep the end of the output. Long lines are shortened, so that previous lines are kept."""
         lines = text[-_LONGEST_LINE:].splitlines(keepends=True)
-        self.last_words = (self.last_words + "".join(map(_shortened, lines)))[-_LAST_WORDS:]
+        self.last_words = (self.last_words + "".join(shortened(line, _LONGEST_WORDS) for line in lines))[-_LAST_WORDS:]
 
     def _show(self, text: str) -> None:
         self._keep(text)
@@ -71,18 +70,9 @@ class Output:
             self._stream = None
 
 
-def _shortened(line: str) -> str:
-    """Omit the middle of a long line."""
-    half = _LONGEST_WORDS // 2
-    return line if len(line) <= 2 * half else f"{line[:half]}[...]{line[-half:]}"
-
-
 @contextlib.contextmanager
 def standard_streams_open() -> Iterator[None]:
-    """Open placeholders for standard streams that the caller has closed.
-
-    Otherwise, files opened in the body would get their descriptors, and output would be written to these files.
-    """
+    """Open placeholders for closed standard streams, so that no file gets their descriptors, and the output."""
     with contextlib.ExitStack() as stack:
         while (descriptor := os.open(os.devnull, os.O_RDWR)) < _STANDARD:
             stack.callback(os.close, descriptor)

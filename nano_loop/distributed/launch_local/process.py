@@ -29,10 +29,7 @@ _ENDING = 3.0  # seconds for a killed process to end before its fork server is e
 
 
 class WorkerProcess(Worker):
-    """A `Worker` that is a process on this host.
-
-    `verbose` is whether its standard output is shown; None hides standard error as well.
-    """
+    """A `Worker` on this host, whose output is shown if `verbose`; None hides standard error as well."""
 
     def __init__(self, server: Server, slot: RankSlot, verbose: bool | None = False) -> None:
         super().__init__(slot.ranks.rank)
@@ -150,8 +147,8 @@ _PATIENCE = 20.0  # seconds that rank 0 waits for it, plus N times its own runni
 class WitnessProcess(WorkerProcess):
     """Rank 0's handle of the witness of a run that splits batches: a process that computes whole batches.
 
-    It is not watched: whatever happens to it, the run continues. Its number is one higher than the last rank, which
-    gives its files a place. It may use the CPUs of all ranks, which wait for it.
+    Whatever happens to it, the run continues. Its number is one higher than the last rank, which gives its files a
+    place.
     """
 
     def __init__(self, server: Server, first: RankSlot) -> None:

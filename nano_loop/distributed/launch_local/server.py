@@ -64,8 +64,7 @@ serve(control, origin)
 class Server:
     """Handle of a process running `nano_loop.distributed.launch_local.fork_server`.
 
-    Only one thread at a time reads its replies; requests may come from any thread. The process imports `modules` in
-    addition to torch, on `cpus` if there are any, with `folder` or the system's for temporary files.
+    Only one thread at a time reads its replies. The process also imports `modules`, with temporary files in `folder`.
     """
 
     def __init__(self, origin: dict[str, Any], cpus: list[int], folder: str | None, modules: Iterable[str]) -> None:
@@ -125,11 +124,7 @@ class Server:
         return self._answered
 
     def fork(self, start: dict[str, Any], descriptors: Sequence[int]) -> None:
-        """Request a worker with the settings `start`; its stream, output and errors are passed as descriptors.
-
-        The stream accepts requests about the worker ("kill", "stack"), and finally reports how it has "exited", or why
-        it was "refused".
-        """
+        """Request a worker with the settings `start`; its stream then reports how it "exited" or was "refused"."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # detected by `read_replies`
             self._control.send("fork", descriptors=descriptors, start=start)
 
@@ -261,10 +256,7 @@ def _is_there(server: Server) -> bool:
 
 
 def start_early(slot: RankSlot) -> None:
-    """Start the server for a future run, unless one is kept or it cannot be started.
-
-    It imports torch while the caller creates its model and reads its data. Errors are left for the run to report.
-    """
+    """Start the server for a future run, if possible: it imports torch while the caller creates its model."""
     # Importing torch 2.8 creates a temporary folder, which should be in the folder of a run.
     if _kept or not sys.executable or is_older_than(2, 9):
         return

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from nano_loop.config.environment import is_exported
+from nano_loop.cpu.partition import BINDING_VARIABLES
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.folder import working_folder
 from nano_loop.distributed.launch_external.environment import without_launch
 
 #: Variables that would bind every process to the same CPUs, or make a worker wait at a prompt.
-NOT_FOR_WORKERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "PYTHONINSPECT")
+NOT_FOR_WORKERS = (*BINDING_VARIABLES, "PYTHONINSPECT")
 # They change between calls without affecting how Python or a library starts. torch._dynamo sets the last one on import,
 # and reads it for each compilation.
 _VOLATILE = ("PYTEST_CURRENT_TEST", "OLDPWD", "PWD", "SHLVL", "_", "TORCHINDUCTOR_CACHE_DIR")
@@ -31,19 +32,9 @@ _FLAGS = (
 
 
 def origin_of(slot: RankSlot) -> dict[str, Any]:
-    """Return the start settings of the process that workers are forked from; different settings need a new process.
-
-    They are the command line and environment (except for volatile variables), the import path, the number of CPUs per
-    worker (read by OpenMP when it is loaded), and the inherited limits.
-    """
+    """Return the start settings of the process that workers are forked from; different settings need a new process."""
     environ = {name: value for name, value in environment_of(slot, os.environ).items() if name not in _VOLATILE}
-    return {
-        "command": command(),
-        "environ": environ,
-        "path": _path(),
-        "cpus": len(cpus_of(slot)),
-        "limits": _limits(),
-    }
+    return {"command": command(), "environ": environ, "path": _path(), "cpus": len(cpus_of(slot)), "limits": _limits()}
 
 
 def start_of(slot: RankSlot) -> dict[str, Any]:

@@ -20,10 +20,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # set by users to choose the 
 
 
 def for_actors(cpus: int, *, folder_is_shipped: bool) -> dict[str, Any]:
-    """Return the settings that actors with this number of CPUs apply before they import torch.
-
-    `folder_is_shipped` is whether they run in a copy of the working folder.
-    """
+    """Return the settings that actors with this number of CPUs apply before they import torch."""
     users = _from_environment(*_THREADS)
     return {
         "argv": [*map(str, sys.argv)],

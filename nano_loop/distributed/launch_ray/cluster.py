@@ -114,10 +114,7 @@ def working_folder_is_shipped() -> bool:
 
 
 class Placement:
-    """Reserved CPUs for `count` ranks, the same number for each, with the first rank on the caller's node.
-
-    The caller's node is the first of those on the cluster.
-    """
+    """Reserved CPUs for `count` ranks, equally many for each, with the first rank on the first node, the caller's."""
 
     def __init__(self, on_cluster: Sequence[Node], count: int, cpus: int) -> None:
         self.nodes: list[Node] = []  # by rank, grouping the ranks of a node, once they are reserved
@@ -159,11 +156,7 @@ class Placement:
 
 @contextmanager
 def reserved(options: Options, check: Callable[[], None]) -> Iterator[Placement]:
-    """Reserve CPUs for all ranks, and release them on exit.
-
-    `check` raises if the user has interrupted the run. Raises a `NanoConfigError` if the cluster has too few CPUs, and
-    a `NanoError` if they are in use for longer than the timeout.
-    """
+    """Reserve CPUs for all ranks, and release them on exit; raise if there are too few, or they stay in use."""
     count, on_cluster = options.processes, nodes()
     chosen = options.cpu_for_each_process
     cpus = chosen if isinstance(chosen, int) else largest(on_cluster, count)
@@ -216,11 +209,7 @@ def _list(on_cluster: Sequence[Node], *, free: bool = False) -> str:
 
 
 class Actor(Worker):
-    """A `Worker` that is a process started by Ray, which reports whether it has ended.
-
-    In `store`, it reports that it has read the payload, and where it is in the loop. `setting` has its settings as
-    plain values: see `for_actors` and `RankWorker`. `placed` are Ray's placement options.
-    """
+    """A `Worker` that Ray starts as `placed`, with a `setting` for `RankWorker`; it reports in `store`."""
 
     def __init__(self, rank: int, node: Node, store: Store, setting: dict[str, Any], **placed: Any) -> None:
         super().__init__(rank)
@@ -296,11 +285,7 @@ def put(content: Any) -> Any:
 
 
 def _actor_class() -> Any:
-    """Create the class of the actors.
-
-    Cloudpickle sends a class defined in a function by value, so that neither nano_loop nor torch is imported in the
-    process before its environment is set.
-    """
+    """Create the actors' class, which is sent by value, so that nothing is imported before the environment is set."""
 
     class Rank:
         def __init__(self, name: str) -> None:

@@ -51,10 +51,7 @@ exec 3<&0
 
 
 def threads_for(machine: Machine, share: tuple[int, int] | None) -> int | None:
-    """Return the compute threads of a rank; None if the ranks of a node divide the node.
-
-    `share` has the CPUs of the rank and those of its node, as counted by Ray, which may be hardware threads.
-    """
+    """Return a rank's threads by Ray's CPUs of rank and node, maybe hardware threads; None if ranks divide the node."""
     if share is None:
         return None
     own, of_node = share
@@ -69,9 +66,8 @@ def versions() -> dict[str, str]:
 class RankWorker:
     """A process that is a rank of one run.
 
-    `setting` has plain values sent by `nano_loop.distributed.launch_ray.launcher`: the ``rank``, the ``address`` of its
-    node and its ``share`` of the CPUs; the ``store``'s address, port and timeout; the ``payload``'s folder on the
-    caller's node, and the ``writer``, the rank that copies it to this node.
+    `setting` has plain values sent by `nano_loop.distributed.launch_ray.launcher`, such as the ``payload``'s folder on
+    the caller's node, and the ``writer``, the rank that copies it to this node.
     """
 
     def __init__(self, setting: dict[str, Any]) -> None:

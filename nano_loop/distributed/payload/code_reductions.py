@@ -135,10 +135,7 @@ def set_function(function: FunctionType, contents: tuple[Mapping[str, Any], Iter
 
 
 def in_main(value: type | FunctionType, reduction: Reduction) -> Reduction:
-    """Make a class or function of the script an attribute of `__main__` in the other process as well.
-
-    `pickle` looks it up there when a worker saves an instance, or sends it to a child process.
-    """
+    """Make a class or function of the script an attribute of `__main__` in a worker, which may pickle instances."""
     if sys.modules.get(value.__module__) is not sys.modules["__main__"] or at_its_name(value) is not value:
         return reduction
     make, arguments, *others = reduction
@@ -184,10 +181,7 @@ def reduce_imported(module: ModuleType) -> Reduction | None:
 
 
 class NamedObjects:
-    """Finds objects that a module holds under a name, such as ``MISSING = object()``, which are sent by name.
-
-    Applies to objects without data, and to those of the standard library, such as `os.environ`.
-    """
+    """Finds objects that a module names, such as ``MISSING = object()``: without data, or of the standard library."""
 
     def __init__(self) -> None:
         self._places: dict[type, dict[int, tuple[ModuleType, str]]] = {}

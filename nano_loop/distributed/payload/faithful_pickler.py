@@ -108,10 +108,7 @@ _PROTOCOL = 5
 
 
 class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles with cloudpickle, preserving state that standard pickling loses, with storages and arrays as buffers.
-
-    `take` receives each buffer as a `pickle.PickleBuffer`; returning true keeps it in the pickle.
-    """
+    """Pickles with cloudpickle, and state that it loses, with storages and arrays as buffers, passed to `take`."""
 
     def __init__(self, file: Any, take: Callable[[PickleBuffer], bool]) -> None:
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=take)

@@ -29,13 +29,7 @@ from nano_loop.distributed.payload.places import (
     parts_of,
     set_contents,
 )
-from nano_loop.distributed.payload.reached_modules import (
-    NOT_COMPARED,
-    ReachedModules,
-    is_cache,
-    is_program,
-    package_of,
-)
+from nano_loop.distributed.payload.reached_modules import NOT_COMPARED, ReachedModules, is_cache, is_program, package_of
 from nano_loop.patching.attributes import defined_in
 
 #: Maximum size in bytes of a module attribute that is sent.
@@ -173,8 +167,7 @@ class ModuleState:
 class StatePickler(FaithfulPickler):
     """Pickles the contents of modules: recreates locks, and pickles plain instances by their contents."""
 
-    #: Whether to call the pickling methods of other classes of the program and of libraries. Unpickling may run their
-    #: code, so this is limited to objects that are used.
+    #: Whether to call pickling methods of the program's and libraries' classes: only for objects that are used.
     may_run_code = True
 
     def __init__(self, file: Any, take: Callable[[PickleBuffer], bool]) -> None:

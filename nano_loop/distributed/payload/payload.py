@@ -27,13 +27,9 @@ _MAIN_OF_SPAWNED = "__mp_main__"  # in a child spawned by multiprocessing
 def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
     """Write `call` and the data of the modules that it reaches to ``folder/payload``, and large storages next to it.
 
-    `call` is not changed, and no large storage or contiguous array is copied within this process's memory. `folder` is
-    empty and in the shared-memory file system; after an error, it may contain partial files. `names` are the arguments
-    of the user's call by name, for that error. Returns the number of bytes of large storages and arrays that were
-    copied, excluding mapped files.
-
-    Raises a `NanoError` if an object in `call` cannot be pickled (naming the argument and the first steps down to the
-    object), if the folder is full, or if a worker would import different code.
+    No large storage or contiguous array is copied within this process's memory. `names` are the arguments of the user's
+    call, for errors about objects that cannot be pickled. Returns the bytes of large storages and arrays that were
+    copied.
     """
     _send_main()
     try:
@@ -68,9 +64,8 @@ def _write(call: Any, state: ModuleState, folder: Path) -> int:
 def load(folder: Path) -> Any:
     """Read the files that `dump` has written to a folder, after updating differing data in this process's modules.
 
-    Large arrays and tensors share their memory copy-on-write with all other processes that have loaded them.
-    Parameters, module buffers and optimizer state are read into ordinary memory. Afterwards, the folder is not needed,
-    and no file stays open.
+    Large arrays and tensors share their memory copy-on-write with other processes; what training changes is read into
+    ordinary memory. Afterwards, the folder is not needed.
     """
     with (folder / "payload").open("rb") as file:
         places = pickle.load(file)
@@ -119,11 +114,7 @@ _OF_CALLABLES = ("__self__", "__defaults__", "__kwdefaults__", "func", "args", "
 
 
 def find_unpicklable(named: Mapping[str, Any]) -> str | None:
-    """Return a sentence about the first of the `named` objects that cannot be pickled, or None.
-
-    It begins with the name, for example "argument `callback`, its closure variable `lock`, is a _thread.lock and cannot
-    be pickled (...)".
-    """
+    """Return a sentence, beginning with the name, about the first of the `named` objects that cannot be pickled."""
     for name, value in named.items():
         error = _failure(value)
         if error is not None:

@@ -39,10 +39,7 @@ Contents = tuple[Mapping[str, Any], Any]
 
 
 class LeftOut(NamedTuple):
-    """A placeholder for a value that is not sent, with the reason in words: a worker keeps its own.
-
-    `is_required` is whether it is an error if a worker has no value there.
-    """
+    """A placeholder for a value that is not sent, with the reason: a worker needs its own if `is_required`."""
 
     words: str
     is_required: bool
@@ -106,8 +103,7 @@ def _base_of(kind: type) -> Any:
 def take_state(places: Sequence[Place], read: Callable[[list[Any]], Sequence[Contents]]) -> None:
     """Set the objects at the places that the caller has sent to its contents, in place.
 
-    `read` accepts the objects that the unpickler must know in advance, and returns the contents of the places. Raises a
-    `NanoError` if code that could not be sent is missing in this process.
+    `read` accepts the objects that the unpickler must know in advance, and returns the contents of the places.
     """
     objects: list[Any] = []
     parts: dict[int, Mapping[Any, Any]] = {}
@@ -155,10 +151,7 @@ def new_of(kind: Any) -> Any:
 
 
 def set_contents(value: Any, contents: Contents) -> None:
-    """Set the contents of an object to those of another one, in place.
-
-    Raises a `NanoError` if code that could not be sent does not exist here.
-    """
+    """Set an object's contents to another's in place; raise a `NanoError` if code that is not sent is missing."""
     (sent, items), kind = contents, type(value)
     if kind is FunctionType:
         set_function(value, (sent, items))

@@ -55,8 +55,8 @@ class ReachedModules:
     def refuse_edited(self) -> None:
         """Raise a NanoError if a function's module was edited after its import: a worker would use the new code.
 
-        Python does not keep the source, so the code in memory is compared with the compiled file. This is only done for
-        files that are newer than this process.
+        The code in memory is compared with files that are newer than this process, since Python does not keep the
+        source.
         """
         codes: dict[str, set[CodeType]] = defaultdict(set)
         for module, function in self._functions:

@@ -108,8 +108,7 @@ LARGE = 2**20
 class SharedFiles:
     """Writes a payload, and its large buffers to separate files, in an existing, empty folder.
 
-    Everything is written with `write(2)`, which returns an error if the folder is full; writing to a mapping would end
-    the process by SIGBUS. The constructor, `write` and `take` raise a `NanoError` in this case.
+    `write(2)` returns an error if the folder is full; writing to a mapping would end the process by SIGBUS.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -163,11 +162,7 @@ class SharedFiles:
 
 
 def mapped_buffers(folder: Path) -> Iterator[Any]:
-    """Map the files of the large buffers, in the order in which they were written, as writable uint8 arrays.
-
-    Pages are copy-on-write: shared with all processes that map the file until written to. No file descriptor stays open
-    (`mmap.mmap` would keep one), and the file may be unlinked.
-    """
+    """Map the files of the large buffers in order, copy-on-write; `mmap.mmap` would keep a descriptor of each."""
     for number in itertools.count():
         path = folder / str(number)
         size = path.stat().st_size

@@ -23,8 +23,8 @@ _HINT = "Let collate_fn return such columns of equal length in tuples or dicts, 
 class BatchParts:
     """Splits the batches of one loader between `size` ranks.
 
-    A list that the loader returns contains columns, if they fit. A nested list may also contain samples: if the batch
-    has as many samples as columns, which makes this ambiguous, it is read as in previous batches.
+    A list contains columns, if they fit. A nested list may also contain samples: if this is ambiguous, it is read as
+    before.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -32,11 +32,7 @@ class BatchParts:
         self._holds_samples = {"": False}  # by the path of a list in the batch
 
     def part(self, batch: Any, total: int | None) -> tuple[Share, Any]:
-        """Return this rank's share of a batch, which is the same on every rank, and its samples.
-
-        The batch has `total` samples; with None, the length of the first column. Raises a `NanoError` if it cannot be
-        split.
-        """
+        """Return this rank's share of a batch of `total` samples (None: its first column's length), and its samples."""
         total = _length(batch) if total is None else total
         if total is None:
             raise _refusal(batch, "", "without a column of samples")

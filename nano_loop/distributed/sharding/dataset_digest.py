@@ -37,11 +37,9 @@ _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
 class Digest:
     """A checksum that is equal on two ranks with the same values, and almost surely different otherwise.
 
-    It covers containers, tensors, arrays and objects, and samples of large ones, of which it reads this number of
-    `elements`. Objects are represented by their pickled state if their class implements pickling in Python, or if
-    `pickled`, which is right for items such as images and table records; otherwise by their attributes: pickles mostly
-    exclude open files and caches. Random states, functions, locks and `known` objects are represented by their type
-    only.
+    Objects count by their pickled state if their class pickles in Python, or if `pickled`, as for images and table
+    records; otherwise by their attributes: pickles mostly exclude open files and caches. `known` objects count by their
+    type only.
     """
 
     def __init__(

@@ -30,10 +30,7 @@ _WAYS = (
 
 
 class Source(NamedTuple):
-    """The source of the items of an iteration: their number on this rank, if known, and the loader's data set.
-
-    `batched` is whether an item is a batch of indices or samples.
-    """
+    """The source of an iteration's items, which are `batched` or single, and their number on this rank, if known."""
 
     dataset: Any
     batched: bool
@@ -53,12 +50,9 @@ class Source(NamedTuple):
 class OwnShares:
     """Compares the ranks' data of one loader at the start of each iteration.
 
-    The program may have divided the data, as by ``Subset(data, range(rank, len(data), size))``, by a sampler that uses
-    its rank, or by an `IterableDataset` that skips the data of others. Dividing it again would lose data.
-
-    Objects that were equal on all ranks are `known` for all loaders of this run. They may have cached different data
-    since then, which does not matter. `loader` is the number of the loader among those that were set up, starting at 1;
-    0 for others.
+    The program may have divided the data, by a subset, a sampler or an `IterableDataset`. Dividing it again would lose
+    data. Objects that were equal on all ranks are `known` for all loaders of this run: what they have cached since does
+    not matter.
     """
 
     def __init__(self, ranks: Ranks, known: Any, loader: int = 0) -> None:
@@ -71,11 +65,7 @@ class OwnShares:
         self._dataset: int | None = None  # a digest from before any rank has cached anything in it
 
     def compare(self, ahead: Sequence[Any], source: Source) -> list[list[int]]:
-        """Find out whether the ranks have different data. Collective.
-
-        Returns digests of the first samples of each rank, to recognize them on other ranks. `ahead` are the first items
-        of this rank. Raises a `NanoError` if the items are from different loaders.
-        """
+        """Find out whether ranks have different data, and return digests of each rank's first samples. Collective."""
         is_new = self._dataset is None
         if self._dataset is None:
             looked = Digest(None if isinstance(source.dataset, IterableDataset) else source.dataset, known=self._known)
@@ -101,10 +91,7 @@ class OwnShares:
         return [*samples_by_rank]
 
     def take_all(self, items: Iterator[Any], source: Source, first: list[list[int]]) -> Iterator[Any]:
-        """Yield all items of this rank, repeating its first items if other ranks have more.
-
-        `first` is the result of `compare`.
-        """
+        """Yield all items of this rank, repeating its first ones if others have more; see `compare` for `first`."""
         shares = self._ranks.context.sharding.own_shares
         shares.setdefault(source.name, False)
         lacking = max(self.steps - (source.length or 0), 0)

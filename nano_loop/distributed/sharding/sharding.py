@@ -50,10 +50,9 @@ serving = _ThreadDepth()
 class BatchSharding(LoaderChange):
     """Shards one loader's batches, or serves all of them on every rank; decided at the start of each iteration.
 
-    `models` are those of the run, and may change. While all of them are in eval mode, every rank gets all batches,
-    unless `shard` is True (always shard) or False (never); with None, it also depends on whether gradients are enabled.
-    If the program has divided the data itself, each rank takes all data that it has; see `OwnShares`, also for `known`.
-    `number` is that of the loader among those that were set up, starting at 1; 0 for others.
+    While all `models` are in eval mode, every rank gets all batches, unless `shard` is True or False. With None, it
+    also depends on whether gradients are enabled. `number` is that of the loader among those set up, from 1; 0 for
+    others.
     """
 
     splits = False  # whether each batch is divided, rather than the sequence of batches
@@ -119,10 +118,7 @@ class BatchSharding(LoaderChange):
         return self._divide_class(loader, iteration)
 
     def length(self, loader: Loader, length: int) -> int:
-        """Return the number of batches of the last iteration; before the first one, of an iteration started now.
-
-        Loops often divide sums by the length when the models are in the other mode again.
-        """
+        """Return the batches of the last iteration, by which loops divide sums; before it, of one started now."""
         whole = self.whole if self.last_was_whole is None else self.last_was_whole
         return length if whole or sharded_by_user(loader, self.ranks.size) else self.share_of(length)
 
@@ -133,10 +129,8 @@ class BatchSharding(LoaderChange):
     def divide(self, take: Callable[[int], list[Any]], source: Source) -> Iterator[Any]:
         """Yield every N-th item for N ranks, starting with this rank's number, equally many on every rank.
 
-        `take` accepts a number and returns that many of the next items, or fewer at the end. The last group is filled
-        up with the first items. A group is read completely before its item is yielded, so changes that the loop makes
-        to a sampler in between apply to the same items on every rank. If the program has divided the source, all items
-        of this rank are yielded.
+        The last group is filled up with the first items. A group is read before its item is yielded, so changes that
+        the loop makes to a sampler in between apply to the same items on every rank.
         """
         rank, size = self.ranks.rank, self.ranks.size
         group = take(size)
@@ -251,11 +245,7 @@ def _sharding_samplers(loader: Loader, size: int) -> list[Any]:
 
 @contextmanager
 def whole_evaluations_not_joined(ranks: Ranks) -> Iterator[None]:
-    """In the body, do not synchronize metrics that are the same on all ranks because all ranks got all batches.
-
-    torchmetrics combines the states of all ranks if there is a process group, so each rank's samples would be counted.
-    Metrics of divided batches are combined.
-    """
+    """In the body, let torchmetrics not combine metrics of batches that all ranks got: samples would count N times."""
     metric = getattr(sys.modules.get("torchmetrics"), "Metric", None)
     if metric is None:
         yield

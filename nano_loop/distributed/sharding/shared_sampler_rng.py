@@ -21,10 +21,7 @@ Value = TypeVar("Value")
 
 
 class AgreedState:
-    """A snapshot of rank 0's random states of `torch`, `random` and `numpy.random`, which advances separately.
-
-    It also has the states of generator objects, of torch, of numpy, or of `random`.
-    """
+    """Rank 0's random states of the process and of generators, which advance separately from each rank's own."""
 
     def __init__(self, ranks: Ranks, generators: list[Any]) -> None:
         self._ranks = ranks
@@ -40,11 +37,7 @@ class AgreedState:
                 set_generator_state(generator, state)
 
     def call(self, function: Callable[..., Value], *args: Any) -> Value:
-        """Call `function` with the agreed states, which it advances.
-
-        Afterwards, the rank's own states are restored. Those that were equal to the agreed ones advance with them, so
-        rank 0 continues as a plain loop would, as long as its loop draws no random numbers in between.
-        """
+        """Call `function` with the agreed states, which advance, as do the rank's own states that were equal."""
         own = process_states()
         apart = differing(own, self._states)
         set_process_states(self._states, apart)
@@ -56,10 +49,7 @@ class AgreedState:
 
 
 class AgreedItems:
-    """The items that a sampler or a batch sampler yields, the same on every rank.
-
-    The generator objects are synchronized.
-    """
+    """The items of a sampler, the same on every rank; its generators are synchronized."""
 
     def __init__(self, sampler: Any, ranks: Ranks, generators: list[Any]) -> None:
         self._state = AgreedState(ranks, generators)

@@ -79,10 +79,7 @@ class BatchSplitting(BatchSharding):
         return length
 
     def divide(self, take: Callable[[int], list[Any]], source: Source) -> Iterator[Any]:
-        """Yield every item, in the order of rank 0; see `BatchSharding.divide`.
-
-        Raises a `NanoError` if the program has divided the data by rank.
-        """
+        """Yield every item, in the order of rank 0; raise a `NanoError` if the program has divided the data by rank."""
         items = take(1)
         self.own_shares.compare(items, source)
         if self.own_shares.apart:

@@ -39,11 +39,7 @@ class Note(NamedTuple):
 
 
 class Waits:
-    """The waits of all ranks on a host, as seen by one of them, in their private folder in shared memory.
-
-    Only waits in the loop's thread are recorded. If a rank waits in two threads, one of them may let another rank
-    continue, so none of its waits is recorded from then on.
-    """
+    """The waits of all ranks on a host, as one of them sees them, in their folder; only those in the loop's thread."""
 
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank = rank
@@ -98,10 +94,7 @@ class Waits:
 
 
 class Wait:
-    """A wait of this rank for another rank in the collective `what`.
-
-    The `serial` is unique among this rank's waits.
-    """
+    """A wait of this rank, with a unique `serial`, for another rank in the collective `what`."""
 
     def __init__(self, waits: Waits, serial: int, other: int, what: str) -> None:
         self._waits, self._what = waits, what
@@ -110,11 +103,7 @@ class Wait:
         self._before: list[Note] = []
 
     def look(self) -> dict[int, CallSite]:
-        """Return the ranks that wait for each other and their call sites; empty if there is no deadlock.
-
-        Call it repeatedly, each time the other rank was found missing. Only the lowest rank of a cycle gets a result,
-        so that the run ends with one error.
-        """
+        """Return the call sites of ranks that wait for each other, on the lowest of them; empty without a deadlock."""
         if time.monotonic() < self._next:
             return {}
         self._next = time.monotonic() + _EVERY

@@ -30,12 +30,7 @@ _LENGTHS, _MARKS, _FILES = 1, 3, 5  # the words after it, two each
 
 
 class SharedChannel:
-    """A channel of two or more ranks of one host, through a file in their private folder that all map. See `Channel`.
-
-    The constructor is collective. It raises a `NanoError` if there is no space in the folder, or another rank is too
-    late; `Ranks.check` may raise other errors. The `name` is unique in the folder. A `piece` is a multiple of 128
-    bytes.
-    """
+    """A `Channel` of one host's ranks, through a file in their folder that all map. The constructor is collective."""
 
     def __init__(self, ranks: Ranks, folder: Path, name: str = "channel", *, piece: int = _PIECE) -> None:
         path = folder / name

@@ -21,10 +21,7 @@ _SAFELY = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def make(path: str, size: int) -> None:
-    """Create a file of `size` zeros, which is complete when others see it, unless `path` already exists.
-
-    Raises an OSError if there is no space. Nothing is left behind.
-    """
+    """Create a file of zeros, complete when others see it, unless it exists; raise an OSError if there is no space."""
     if os.path.lexists(path):
         return
     unseen = f"{path}.{os.getpid()}"
@@ -42,11 +39,7 @@ def make(path: str, size: int) -> None:
 
 
 def map_whole(path: str, size: int) -> mmap.mmap:
-    """Map `size` bytes of a file, which must belong to this user only.
-
-    Raises an OSError if it cannot be opened, or is shorter, and a `NanoError` if it is not a regular file, belongs to
-    another user, or can be opened by other users.
-    """
+    """Map `size` bytes of a regular file that only this user can open; raise an OSError or a `NanoError` for others."""
     descriptor = open_file(path, flags=os.O_RDWR, private=True)
     try:
         return mmap.mmap(descriptor, size)
@@ -57,10 +50,7 @@ def map_whole(path: str, size: int) -> mmap.mmap:
 
 
 def map_by_name(path: Path, size: int) -> mmap.mmap:
-    """Map `size` bytes of a file that the first rank creates at `path`, without communication.
-
-    Raises a `NanoError` if this rank cannot create or map the file, as when the file system is full.
-    """
+    """Map `size` bytes of a file that the first rank creates; raise a `NanoError` if the file system is full."""
     try:
         make(str(path), size)
         return map_whole(str(path), size)
@@ -72,11 +62,7 @@ def map_by_name(path: Path, size: int) -> mmap.mmap:
 
 
 def map_together(ranks: Ranks, path: Path, size: int) -> mmap.mmap:
-    """Map `size` bytes of a file on every rank of one host. Collective.
-
-    Rank 0 alone creates it, so that no more memory is taken, and deletes it as soon as all ranks have mapped it. Raises
-    a `NanoError` if this rank cannot create or map it, or if another rank has failed.
-    """
+    """Map a file that rank 0 creates, so that none is left, and deletes once all ranks have mapped it. Collective."""
     try:
         created = map_by_name(path, size) if ranks.rank == 0 else None
         ranks.barrier()

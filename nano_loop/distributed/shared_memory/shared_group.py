@@ -57,11 +57,15 @@ class Done(distributed.Work):
 _ProcessGroup: Any = distributed.ProcessGroup
 
 
-class SharedGroup(_ProcessGroup):  # type: ignore[misc]
-    """A torch process group between ranks of one host, under torch's name for it.
+def _refusing(got: str, expected: str, hint: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NanoError(error_message(got, f"processes on one host {expected}", hint))
 
-    `channel` returns the ranks' channel, and is called at first use.
-    """
+    return refuse
+
+
+class SharedGroup(_ProcessGroup):  # type: ignore[misc]
+    """A torch process group between ranks of one host, which opens its channel at first use."""
 
     def __init__(self, ranks: Ranks, channel: Callable[[], SharedChannel], name: str) -> None:
         super().__init__(ranks.rank, ranks.size)
@@ -175,27 +179,22 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         self._channel.exchange(b"", "barrier")
         return Done([])
 
-    def _refuse_message(self, *args: Any, **kwargs: Any) -> NoReturn:
-        expected = "processes on one host exchange values by collectives only"
-        hint = "Use broadcast or all_gather, which every rank calls, or pass process_group_backend='gloo'"
-        raise NanoError(error_message("a message from one rank to another", expected, hint))
-
-    def _refuse_rare(self, *args: Any, **kwargs: Any) -> NoReturn:
-        expected = "processes on one host exchange values by other collectives"
-        hint = "Use all_reduce or all_to_all, or pass process_group_backend='gloo'"
-        raise NanoError(error_message("a reduce_scatter or all_to_all_single", expected, hint))
-
-    def _refuse_coalesced(self, *args: Any, **kwargs: Any) -> NoReturn:
-        expected = "processes on one host accept one tensor per call"
-        raise NanoError(error_message("a coalesced collective", expected, "Call the collective for each tensor"))
-
-    send = recv = recv_anysource = _refuse_message
+    send = recv = recv_anysource = _refusing(
+        "a message from one rank to another",
+        "exchange values by collectives only",
+        "Use broadcast or all_gather, which every rank calls, or pass process_group_backend='gloo'",
+    )
     # `_reduce_scatter_base` and `alltoall_base` are the names in torch 2.8, and in the C++ of all versions.
-    reduce_scatter = reduce_scatter_single = _reduce_scatter_base = _refuse_rare
-    all_to_all_single = alltoall_base = _refuse_rare
-    allgather_coalesced = allreduce_coalesced = _refuse_coalesced
-    all_gather_single_coalesced = allgather_into_tensor_coalesced = _refuse_coalesced
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _refuse_coalesced
+    reduce_scatter = reduce_scatter_single = _reduce_scatter_base = all_to_all_single = alltoall_base = _refusing(
+        "a reduce_scatter or all_to_all_single",
+        "exchange values by other collectives",
+        "Use all_reduce or all_to_all, or pass process_group_backend='gloo'",
+    )
+    allgather_coalesced = allreduce_coalesced = all_gather_single_coalesced = _refusing(
+        "a coalesced collective", "accept one tensor per call", "Call the collective for each tensor"
+    )
+    allgather_into_tensor_coalesced = reduce_scatter_single_coalesced = allgather_coalesced
+    reduce_scatter_tensor_coalesced = allgather_coalesced
 
     _allgather_base = all_gather_single  # the name in torch 2.8, and in the C++ of all versions
 
@@ -245,10 +244,7 @@ def _name_of(operation: Any) -> str:
 
 
 def _reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the reduction of all ranks' tensors in rank order, bitwise identical on every rank.
-
-    It is computed in the memory of the first.
-    """
+    """Return the reduction in rank order, bitwise identical on every rank, in the memory of the first tensor."""
     total, *others = parts
     for other in others:
         _COMBINE[name](total, other)

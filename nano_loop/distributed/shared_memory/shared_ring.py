@@ -46,12 +46,7 @@ _SHORT = 1 << 19  # bytes of the other ranks' lists that a rank reads itself
 
 
 class SharedMemoryTransport:
-    """Averages through a ring of slots in a file that two or more ranks of one host map.
-
-    The constructor is collective. For `mapped`, see `SharedSegment`; `map_together` with a folder on an in-memory file
-    system is an example. It raises a `NanoError` if there is no space. `chunk` bytes are averaged at a time, a multiple
-    of 128.
-    """
+    """Averages through a ring of slots in a file that ranks of one host map. The constructor is collective."""
 
     def __init__(self, ranks: Ranks, mapped: Callable[[int], mmap.mmap], *, chunk: int = _CHUNK) -> None:
         rows = _SLOTS * (ranks.size + 1)
@@ -68,10 +63,8 @@ class SharedMemoryTransport:
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite each tensor in place by its mean over all ranks, bitwise identical on every rank. Collective.
 
-        The tensors are contiguous, on the CPU, and of float32, float64, bfloat16 or float16. Shapes, dtypes and order
-        must match on every rank. The order of operations is the same on all ranks, and none waits for a later one.
-        Raises a `NanoError` if a rank that this one waits for has failed or is too late, and after an interrupted
-        averaging.
+        The tensors are contiguous, on the CPU, of a 16-, 32- or 64-bit float, and match on every rank. The order of
+        operations is the same on all ranks, and none waits for a later one.
         """
         plan = self._plan(signature(tensors))
         self._segment.begin()
@@ -84,10 +77,9 @@ class SharedMemoryTransport:
         self._segment.end()
 
     def post(self, tensors: Sequence[torch.Tensor] | None) -> bool:
-        """Copy a short list to shared memory, and return whether it is one. Collective.
+        """Copy a short list, or None, to shared memory, and return whether it is one. Collective.
 
-        If all ranks have posted theirs, and have exchanged anything since, `average_posted` may replace `average`. A
-        rank without a list passes None, so that all ranks keep using the same slot.
+        If all ranks have posted theirs, and have exchanged anything since, `average_posted` may replace `average`.
         """
         self._turn = 1 - self._turn
         short = None if tensors is None else self._plan(signature(tensors)).short
@@ -159,10 +151,7 @@ class SharedMemoryTransport:
 
 
 class LocalShard:
-    """Sums one slice of a batch over the ranks in one pass.
-
-    `rows` is shared memory of the batch's dtype and length: one row of elements per rank, and one for the means.
-    """
+    """Sums one slice of a batch in one pass over `rows`: shared memory, one row per rank, and one for the means."""
 
     def __init__(self, batch: Batch, start: int, stop: int, rank: int, rows: torch.Tensor) -> None:
         pieces = batch.between(start, stop)
@@ -186,10 +175,7 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class _Stage:
-    """The views of a batch: into this rank's slot, the result slot, and its slice of every slot.
-
-    `count` is the value of the counters, relative to the averaging's start, once the batch is done.
-    """
+    """The views of a batch: into this rank's slot, the result slot, and its slice of every slot."""
 
     inputs: Places
     outputs: Places
@@ -199,10 +185,7 @@ class _Stage:
 
 @dataclass(frozen=True)
 class _Short:
-    """The views of a short list: into this rank's slot, all ranks' slots, and its own memory for the means.
-
-    There are two of each slot, which are used in turn.
-    """
+    """The views of a short list: into this rank's slots and all ranks', used in turn, and its memory for the means."""
 
     inputs: list[Places]
     rows: list[list[torch.Tensor]]

@@ -24,9 +24,8 @@ _give_way = getattr(os, "sched_yield", lambda: None)  # not available on every U
 class SharedSegment:
     """Memory shared by all ranks: 64-bit counters, each on its own cache line, followed by `nbytes` bytes.
 
-    Each counter is written by one rank and only increases. There are `counters` of them per rank. The remaining words
-    of a counter's line are for accompanying data. `mapped` accepts the total size, and returns memory of this size that
-    all ranks map.
+    Each counter, of which a rank has `counters`, is written by one rank and only increases. Its line has room for other
+    data.
     """
 
     def __init__(self, ranks: Ranks, counters: int, nbytes: int, mapped: Callable[[int], mmap.mmap]) -> None:
@@ -55,10 +54,7 @@ class SharedSegment:
         self._unfinished = False
 
     def leave(self, *, returned: bool = True) -> None:
-        """Announce that this rank will not change its counters again, so that ranks waiting for them raise.
-
-        `returned` is whether the rank has returned from the loop rather than failed.
-        """
+        """Announce that this rank, which has `returned` or failed, counts no further: ranks that wait for it raise."""
         self.publish(self._left[self._ranks.rank], _RETURNED if returned else _FAILED)
 
     def has_left(self, rank: int) -> bool:
@@ -71,13 +67,7 @@ class SharedSegment:
         self.words[place] = value
 
     def wait(self, places: Sequence[int], value: int, what: str = AVERAGING) -> None:
-        """Wait until the counters of all ranks at `places` have reached `value`.
-
-        `what` names the collective that this rank is in.
-
-        Raises a NanoError if a rank that is behind has left, waits for this one elsewhere, or takes too long.
-        `Ranks.check` may raise other errors.
-        """
+        """Wait until all ranks' counters have a `value`; raise if a rank has left, waits elsewhere, or is late."""
         words = self.words
         for rank, place in enumerate(places):
             if words[place] < value:

@@ -86,7 +86,8 @@ class CompiledMixin:
         for name, function in zip(self._names, self._metrics, strict=True):
             metric: Any = next(modules) if function is None else function
             value = metric(output, target)
-            if _is_metric(metric):
+            # Lightning resets these after each epoch, and combines them over the ranks.
+            if hasattr(metric, "compute") and hasattr(metric, "reset"):
                 self.log(f"{stage}/{name}", metric, on_epoch=True)  # type: ignore[attr-defined]
             else:
                 self.log(f"{stage}/{name}", value, on_epoch=True, sync_dist=True)  # type: ignore[attr-defined]
@@ -138,11 +139,6 @@ def _held(metrics: Sequence[Any]) -> nn.ModuleList:
 
 def _name(metric: Any) -> str:
     return str(getattr(metric, "__name__", type(metric).__name__))
-
-
-def _is_metric(metric: Any) -> bool:
-    """Whether Lightning treats it as a metric, resets it after each epoch, and combines it over the ranks."""
-    return hasattr(metric, "compute") and hasattr(metric, "reset")
 
 
 def _split(batch: Any) -> tuple[tuple[Any, ...], Any]:

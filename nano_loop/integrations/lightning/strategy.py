@@ -20,7 +20,7 @@ from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric import RanksCollectives, RanksEnvironment
 from nano_loop.patching.torch_private import put_back_signal_handlers
-from nano_loop.runtime.objects.report import LastPrinted, SetupReport
+from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.objects.training_objects import TrainingObjects, check_kinds
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
@@ -86,7 +86,7 @@ class NanoStrategyMixin(RanksCollectives):
         self._nano_options = options
         self._nano_accelerator: Any = None
         self._nano_run: Run | None = None
-        self.nano_printed = LastPrinted()
+        self.nano_printed: list[str] = []
         self.report: SetupReport | None = None
         shares = options.get("cpu_for_each_process")
         several = {"num_processes": len(shares)} if isinstance(shares, (list, tuple)) and shares else {}
@@ -239,11 +239,7 @@ class RunLauncher:
         self._strategy = strategy
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Run an entry point of the Trainer, and return its result in this process.
-
-        ``fit`` runs in all processes. The others run only in this one, with all cores, unless torchrun or a similar
-        launcher has started the processes: then they run in all.
-        """
+        """Run ``fit`` in all processes, and others only in this one with all cores, unless torchrun started them."""
         alone = trainer.state.fn != _FITTING and found_launch(os.environ) is None
         settings = self._strategy.settings(alone=alone)
         task = _EntryPoint(settings, trainer, function, args, kwargs)

@@ -96,27 +96,11 @@ def scale_of(query: Tensor, scale: float | None) -> float:
 def blocked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
 ) -> Tensor:
-    """Compute softmax(query keyᵀ · scale + mask) value, with dropout on the softmax.
+    """Compute softmax(query keyᵀ · scale + mask) value, with dropout on the softmax, of bf16 that `supports` accepts.
 
-    Parameters
-    ----------
-    query, key, value : torch.Tensor
-        bfloat16, of shapes (..., heads, L, E), (..., key heads, S, E) and (..., key heads, S, Ev), which
-        `supports` accepts.
-    mask : torch.Tensor or None
-        bool or bfloat16, broadcastable to (..., heads, L, S).
-    dropout_p : float
-        The dropout probability. The mask is drawn as for a tensor of shape (..., heads, L, S).
-    is_causal : bool
-        Whether row i only attends to keys 0 to i.
-    scale : float
-        The scale of the scores.
-
-    Returns
-    -------
-    torch.Tensor
-        bfloat16, of shape (..., heads, L, Ev). With four dimensions, it is a view of (batch, L, heads, Ev), like the
-        result of torch's kernel. It is twice differentiable if that is.
+    Shapes are (..., heads, L, E), (..., key heads, S, E) and (..., key heads, S, Ev); the mask, bool or bf16, is
+    broadcastable to (..., heads, L, S). With four dimensions, the result is a view of (batch, L, heads, Ev), like
+    torch's. It is twice differentiable if torch's is.
     """
     kept = drawn(query, key, dropout_p)
     mask = None if mask is None else as_mask(mask, query, key)
@@ -157,11 +141,7 @@ class _Attention(torch.autograd.Function):
 
 
 def forward(kernel: CompiledKernel, inputs: Inputs, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the output of attention, and the log-sum-exp of each row.
-
-    The kernel is `KERNEL`, or the one for fp32 tensors. If `out` is passed, in bfloat16 or float32, the output is
-    written to it.
-    """
+    """Return the output of attention, in `out` if it is passed, and the log-sum-exp of each row."""
     batch, heads, rows, _ = inputs.query.shape
     if out is None:
         out = by_rows(batch, heads, rows, inputs.value.size(3))
@@ -175,10 +155,7 @@ def forward(kernel: CompiledKernel, inputs: Inputs, out: Tensor | None = None) -
 def backward(
     kernel: CompiledKernel, inputs: Inputs, gradient: Tensor, log_sums: Tensor, gradients: Sequence[Tensor]
 ) -> None:
-    """Write the gradients of query, key and value, given that of the output, into the three tensors in `gradients`.
-
-    They are bfloat16 or float32. The other arguments are as for `forward`.
-    """
+    """Write the gradients of query, key and value, given that of the output, into the tensors in `gradients`."""
     call = _call(kernel, inputs)
     call.is_wide = gradients[0].dtype is torch.float32
     for name, tensor in zip(("of_query", "of_key", "of_value", "of_out"), (*gradients, gradient), strict=True):
@@ -264,11 +241,7 @@ def by_torch(
     scale: float,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention by torch's operators: individual ones if a dropout mask is given.
-
-    Otherwise, torch chooses a kernel, not all of which have a second derivative. For the parameters, see
-    `blocked_attention`.
-    """
+    """Compute attention by torch's operators, individual ones for a mask; not all kernels have second derivatives."""
     grouped = query.shape[:-2] != key.shape[:-2]
     if kept is None or dropout_p == 1:
         return scaled_dot_product_attention(

@@ -45,11 +45,7 @@ class _Call(ConvolutionCall):
 
 
 def supports(inputs: Tensor, weight: Tensor, geometry: Geometry, out_sizes: Sequence[int]) -> bool:
-    """Whether the kernel supports this convolution.
-
-    The inputs are float32, of shape (N, C, H, W). The channels of a pixel must be contiguous. The weight is float32, of
-    shape (O, C, *geometry.kernel), with any strides. `out_sizes` are the height and width of the result.
-    """
+    """Whether the kernel supports a convolution of fp32 images, whose pixels' channels must be contiguous."""
     if not KERNEL.uses_amx or inputs.dim() != DIMENSIONS or inputs.stride(1) != 1:
         return False
     if any(tensor.dtype is not torch.float32 for tensor in (inputs, weight)) or any(
@@ -68,10 +64,7 @@ def supports(inputs: Tensor, weight: Tensor, geometry: Geometry, out_sizes: Sequ
 def convolution(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, out_sizes: Sequence[int]
 ) -> Tensor:
-    """Compute a convolution that `supports` accepts, with inputs and weight rounded to bfloat16.
-
-    The result is float32, of shape (N, O, *out_sizes), in channels_last.
-    """
+    """Compute a convolution that `supports` accepts, with factors rounded to bfloat16, in fp32 and channels_last."""
     out = empty(inputs.size(0), weight.size(0), *out_sizes, layout=torch.channels_last)
     _compute(_call(inputs, weight, geometry, out_sizes), inputs, weight, bias, out)
     return out
@@ -88,11 +81,7 @@ def supports_gradient(gradient: Tensor, weight: Tensor, geometry: Geometry, in_s
 
 
 def input_gradient(gradient: Tensor, weight: Tensor, geometry: Geometry, in_sizes: Sequence[int]) -> Tensor:
-    """Compute the input gradient of a convolution that `supports_gradient` accepts, with factors rounded to bfloat16.
-
-    The output gradient is laid out like the inputs of `supports`. `in_sizes` are the height and width of the
-    convolution's inputs.
-    """
+    """Compute the input gradient of a convolution that `supports_gradient` accepts, with factors rounded to bf16."""
     exchanged, has_stride = weight.transpose(0, 1), max(geometry.stride) > 1
     call = _call(gradient, exchanged, _turned(geometry), gradient.shape[2:] if has_stride else in_sizes)
     output, channel, row, column = exchanged.stride()

@@ -43,13 +43,10 @@ def _supports(kernel: Kernel, *args: Any) -> Call:
 
 
 def _by_plans(call: Call, *, rounds_inputs: bool = False) -> _Gradients | None:
-    """Compute some gradients faster than the CPU kernel, which computes the remaining ones.
+    """Compute some gradients of ``aten::convolution_backward`` faster than the CPU kernel, which computes the others.
 
-    Products and sums are accumulated in fp32, as in oneDNN, but in a different order. Gradients have the dtypes of
-    their tensors and are None if they are not requested.
-
-    The call is one of ``aten::convolution_backward``. If `rounds_inputs`, the tensors are in fp32 and are rounded to
-    bf16, and the gradients are in fp32.
+    Sums are accumulated in fp32, as in oneDNN, but in a different order. If `rounds_inputs`, fp32 tensors are rounded
+    to bf16.
     """
     arguments = Arguments(*call.tensors, *call.numbers)
     in_fp32 = not rounds_inputs and arguments.weight.dtype is torch.float32 and is_depthwise(arguments)

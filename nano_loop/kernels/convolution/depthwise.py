@@ -47,11 +47,7 @@ def supports(gradient: Tensor, inputs: Tensor, weight: Tensor, geometry: Geometr
 
 
 def input_gradient(gradient: Tensor, inputs: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
-    """Return the input gradient in NHWC, in the dtype of the inputs, or None if memory cannot be allocated.
-
-    The output gradient is of shape (N, C, H', W'), and the weight of shape (C, 1, height, width). The inputs are of
-    shape (N, C, H, W). Their values are not read.
-    """
+    """Return the input gradient in NHWC, in the inputs' dtype, or None without memory; inputs are not read."""
     by_position = weight.float().flatten(1).t().contiguous()
     out, gradient = torch.empty_like(inputs), gradient.contiguous(memory_format=torch.channels_last)
     is_done = KERNEL("input_gradient", _call(gradient, inputs, geometry), gradient, by_position, out)

@@ -29,12 +29,7 @@ _FEW_CHANNELS = 4
 
 
 class Plan(NamedTuple):
-    """How the gradients of one convolution are computed.
-
-    `inputs` is the algorithm for the input gradient: "torch", "fp32" or "depthwise". `weight` is the algorithm for the
-    weight gradient: torch's kernel in bf16 ("torch") or in fp32 ("fp32"), or a C function, in blocks ("blocks") or for
-    a depthwise convolution ("depthwise").
-    """
+    """How gradients are computed: by "torch", in "fp32", or in C: "depthwise", or for weights in "blocks"."""
 
     inputs: str = "torch"
     weight: str = "torch"
@@ -87,11 +82,7 @@ def first_guess(call: Arguments) -> Plan:
 
 
 def plans(call: Arguments) -> list[Plan]:
-    """Return the plans that may be the fastest on some machine.
-
-    fp32 is included for grouped convolutions and for those with few channels: on a CPU with AMX, it takes up to 16
-    times as long for others, so even measuring it would be slow.
-    """
+    """Return the plans that may be the fastest; fp32 for few channels only: elsewhere even measuring is slow."""
     needs_inputs, needs_weight, _ = call.output_mask
     if is_depthwise(call):
         kinds = [["torch", "depthwise"] if is_needed else ["torch"] for is_needed in (needs_inputs, needs_weight)]

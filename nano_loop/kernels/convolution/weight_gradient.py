@@ -83,25 +83,11 @@ def supports(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> bool:
 
 
 def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry, in_nchw: bool = False) -> Tensor:
-    """Compute the gradient of the weight of a convolution without groups.
+    """Compute the weight gradient of a convolution without groups, of bf16 or fp32 that `supports` accepts.
 
-    Parameters
-    ----------
-    gradient : torch.Tensor
-        The output gradient: bfloat16 or float32, of shape (N, O, H', W').
-    inputs : torch.Tensor
-        bfloat16 or float32, of shape (N, C, H, W). `supports` requires contiguous pixel channels of both tensors.
-    geometry : Geometry
-        The kernel size, stride, padding and dilation.
-    in_nchw : bool
-        Whether to return the layout of an NCHW weight, to which autograd would otherwise copy the result. Gradients in
-        float32, with fewer than eight channels, or with more than 25 positions are in channels_last regardless.
-
-    Returns
-    -------
-    torch.Tensor
-        Of shape (O, C, *kernel), in channels_last or contiguous; bfloat16 if both are. Sums are accumulated in fp32 in
-        an order that depends on the number of threads.
+    With `in_nchw`, it has the layout of an NCHW weight, to which autograd would copy it, if it is bf16 with eight
+    channels or more and at most 25 positions; otherwise it is in channels_last. Sums are accumulated in fp32 in an
+    order that depends on the number of threads.
     """
     sizes, positions = (gradient.size(1), inputs.size(1), *geometry.kernel), math.prod(geometry.kernel)
     dtype = torch.promote_types(gradient.dtype, inputs.dtype)

@@ -88,10 +88,7 @@ class Plan:
                 yield places[span], self.rows[places[span]]
 
     def parts(self, head: Head, places: Tensor | None) -> Iterator[tuple[slice | Tensor, slice | Tensor, Tensor]]:
-        """Yield chunks of the given places, or of all places, the input's rows of each chunk, and their logits.
-
-        The bits of a product depend on its number of rows, so exact functions use the products of the real tensor.
-        """
+        """Yield places, the input's rows, and their logits, by the real tensor's products if the function is exact."""
         is_whole = self._is_whole and (places is None or len(places) == len(self.rows))
         if is_whole or not self.function.is_exact:
             for chosen, rows in self.chunks(head.chunk, places):

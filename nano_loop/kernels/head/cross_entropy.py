@@ -129,24 +129,9 @@ def cross_entropy(
 ) -> Tensor | None:
     """Compute `torch.nn.functional.cross_entropy` of classes, or return None for calls that only torch supports.
 
-    Parameters
-    ----------
-    logits : torch.Tensor
-        Of shape (N, C) or (N, C, ...), float32 or bfloat16. The classes of each target must be adjacent in memory, as
-        in ``model(x).transpose(1, 2)``.
-    target : torch.Tensor
-        Of shape (N,) or (N, ...), int64.
-    weight : torch.Tensor or None
-        None, because only torch computes weighted losses.
-    reduction : int
-        torch's number: 0 for none, 1 for the mean, 2 for the sum.
-    ignore_index, label_smoothing
-        As in torch.
-
-    Returns
-    -------
-    torch.Tensor or None
-        float32, of the target's shape or (). Supports second derivatives.
+    `logits` of shape (N, C) or (N, C, ...), fp32 or bf16, must have each target's classes adjacent in memory, as in
+    ``model(x).transpose(1, 2)``. `weight` is None, because only torch computes weighted losses. The result is fp32, and
+    supports second derivatives.
     """
     if weight is not None or not 0 <= label_smoothing <= 1:
         return None
@@ -189,11 +174,7 @@ def denominator(target: Tensor, weight: Tensor | None, ignored: int, reduction: 
 
 
 def mean_of_rows(mean: Tensor, count_rows: Callable[[], float], summed: Callable[[], Tensor]) -> Tensor:
-    """Return a mean over rows. A listener may replace it, for example by the mean over the rows of all processes.
-
-    `mean` is the mean over the rows of this process. `count_rows` returns the number of rows, or the sum of their
-    weights. `summed` computes the sum over the rows.
-    """
+    """Return a mean over rows, which a listener may replace by the mean over the rows of all processes."""
     for listener in value_in_force(mean_of_rows) or ():
         mean = listener(mean, count_rows, summed)
     return mean
@@ -336,10 +317,7 @@ class _Place(torch.autograd.Function):
 
 
 def forward(logits: Tensor, target: Tensor, ignored: int, smoothing: float) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the losses of rows of (N, C), the rows' maxima, and sums of exponentials of differences from the maximum.
-
-    Return None if a target is not a class.
-    """
+    """Return losses, maxima and sums of exponentials of rows of (N, C), or None if a target is not a class."""
     maxima, sums, losses = (empty(len(logits)) for _ in range(3))
     call = (logits, target, *logits.shape, ignored, float(smoothing))
     computed = KERNEL(f"cross_entropy_{_KINDS[logits.dtype]}", *call, maxima, sums, losses)
@@ -356,10 +334,7 @@ def backward(
     smoothing: float,
     into: Tensor,
 ) -> Tensor:
-    """Return the gradient of the logits from that of each row's loss and the results of `forward`.
-
-    It is written into `into`, which may be `logits`.
-    """
+    """Write the gradient of the logits into `into`, maybe `logits`, given that of losses and `forward`'s results."""
     call = (logits, target, *logits.shape, ignored, smoothing)
     KERNEL(f"gradient_{_KINDS[logits.dtype]}_to_{_KINDS[into.dtype]}", *call, maxima, sums, factors, into)
     return into

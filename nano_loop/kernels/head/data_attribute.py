@@ -20,10 +20,7 @@ from nano_loop.patching.torch_private import in_functorch
 
 
 def data_replaced() -> AbstractContextManager[None]:
-    """Return a context with the replaced attribute.
-
-    In it, ``x.data = logits`` uses the values of lazy logits. torch's setter would use their null pointer.
-    """
+    """Return a context in which ``x.data = logits`` uses the values of lazy logits, not their null pointer."""
     return replaced(Tensor, "data", _watched)
 
 

@@ -241,10 +241,7 @@ def logits_kept() -> Any:
 
 
 class Gradients:
-    """The gradients of a head's input, weight and bias, to which gradients of rows of logits are added.
-
-    `needs` tells which of the three are needed.
-    """
+    """The gradients of a head's input, weight and bias, as it `needs`, to which those of rows of logits are added."""
 
     @classmethod
     def in_forward(cls, head: Head, needs: tuple[bool, bool, bool], rows: int) -> Gradients | None:

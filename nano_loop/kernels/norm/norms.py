@@ -155,8 +155,7 @@ KERNEL = CompiledKernel(
 )
 _MANY_CHANNELS, _MANY_PIXELS = 512, 128
 _TRAINING = 4  # index of `training` after the input of a batch norm
-#: By function name: whether a norm of fp32 tensors may be at least 1.1 times as fast as torch's kernel, given its
-#: arguments.
+#: By function name: whether a norm of fp32 tensors may be 1.1 times as fast as torch's kernel, given its arguments.
 _FASTER_IN_FP32: Mapping[str, Callable[..., bool]] = {
     "batch_norm": lambda x, *others: others[_TRAINING] and (x.is_contiguous() or x.size(1) <= _MANY_CHANNELS),
     "batch_norm_backward": lambda _, x, *others: x.is_contiguous(),
@@ -202,10 +201,7 @@ def batch_norm(
     eps: float,
     exchange: Exchange | None = None,
 ) -> _Results | None:
-    """Compute ``aten::native_batch_norm`` with batch statistics, or return None if torch must.
-
-    If `exchange` is passed, `x` is a part of the batch.
-    """
+    """Compute ``aten::native_batch_norm`` of a batch, or of a part with `exchange`, or return None if torch must."""
     layout = layout_of(x)
     # All of these determine the dtype of the statistics.
     parameters = (weight, bias, running_mean, running_var)
@@ -331,9 +327,7 @@ OVERRIDES = tuple(
         (
             Algorithm(COMPILED, functools.partial(_computed, compute), BF16, is_raced=False),
             Algorithm(
-                *("mixed", functools.partial(_computed, compute), override.FP32),
-                supports=_reads_copy,
-                is_raced=False,
+                *("mixed", functools.partial(_computed, compute), override.FP32), supports=_reads_copy, is_raced=False
             ),
             Algorithm(
                 *(COMPILED, functools.partial(_computed, compute), override.FP32),
@@ -352,10 +346,7 @@ OVERRIDES = tuple(
 
 
 def of_part(compute: _Compute, exchange: Exchange, *args: Any) -> _Results | None:
-    """Call `batch_norm` or `batch_norm_backward` for a part of a batch, if the model's rules allow it.
-
-    `exchange` is not called if torch must compute.
-    """
+    """Call a batch norm's function for a part of a batch, if the rules allow it, exchanging unless torch computes."""
     rules = rules_now()
     return attempt(compute, *args, exchange) if rules is not None and KERNEL.name in rules.kernels else None
 

@@ -52,16 +52,9 @@ class _Call(ctypes.Structure):
 
 
 def recurrence(layer: Recurrence, arguments: Arguments) -> tuple[Tensor, ...]:
-    """Compute one direction of a layer.
+    """Compute one direction of a layer: the outputs, which the backward reads, and the state at each sequence's end.
 
-    Returns
-    -------
-    outputs : torch.Tensor
-        Of shape (rows, hidden). The backward reads it, so it must not be overwritten.
-    state : torch.Tensor
-        The outputs at the last time step of each sequence, of shape (batch, hidden).
-    cells : torch.Tensor
-        The cells of an LSTM after the last time step. Omitted for other layers.
+    An LSTM's cells after the last time step come third.
     """
     results: tuple[Tensor, ...] = _RecurrentLayer.apply(*arguments, layer)  # type: ignore[no-untyped-call]
     return results
@@ -183,11 +176,7 @@ def _forward(layer: Recurrence, tensors: Arguments, is_trained: bool) -> tuple[_
 
 
 def _backward(
-    layer: Recurrence,
-    tensors: Arguments,
-    kept: _Kept,
-    gradients: Sequence[Tensor | None],
-    needs: Sequence[bool],
+    layer: Recurrence, tensors: Arguments, kept: _Kept, gradients: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of all arguments that require one."""
     inputs, input_weight, hidden_weight, _, _, state, cells = tensors

@@ -33,8 +33,7 @@ _TIMED_STEPS, _TIMED_MULTIPLICATIONS = 16, 1 << 26
 _MOST_UNITS, _MOST_OF_A_STEP = 256, 1 << 14
 #: Minimum number of multiplications of a bf16 LSTM. Below it, the Python overhead exceeds the gain.
 MIN_MULTIPLICATIONS = 1 << 22
-#: Minimum number of time steps for C, by mode, with and without a backward: for fewer, torch takes only as long as the
-#: Python overhead.
+#: Minimum number of time steps for C, by mode, with and without a backward: for fewer, Python's overhead decides.
 _FEWEST_STEPS = {RELU: (16, 24), TANH: (16, 24), LSTM: (8, 16), GRU: (8, 16)}
 #: Minimum number of time steps of an LSTM that oneDNN would otherwise compute.
 _FEWEST_BESIDE_ONEDNN = 4
@@ -51,8 +50,7 @@ class _Arguments:
     """The arguments of one of torch's recurrent operators."""
 
     mode: int  # that of `Recurrence`
-    #: Of shape (steps, batch, input size), or (batch, steps, input size) if `batch_first`, or (rows, input size) if
-    #: packed.
+    #: Of shape (steps, batch, input size), (batch, steps, input size) if `batch_first`; packed: (rows, input size).
     inputs: Tensor
     batch_sizes: Tensor | None  # the number of sequences in each time step of packed inputs
     states: tuple[Tensor, ...]  # the initial hidden states, and the initial cells of an LSTM

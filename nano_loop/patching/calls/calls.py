@@ -200,11 +200,7 @@ class CallInterceptor:
 
 
 class CallInterceptors:
-    """The interceptors of one run, which keep no module alive. Each exists as long as one of its modules.
-
-    For `trainings_only`, see `CallInterceptor`. If it is True, modules are called by ``__call__``, and no method of the
-    user's is replaced.
-    """
+    """The interceptors of one run, by model, which keep no module alive; see `CallInterceptor` for `trainings_only`."""
 
     def __init__(self, trainings_only: bool = False) -> None:
         self.trainings_only = trainings_only
@@ -215,19 +211,13 @@ class CallInterceptors:
         self._undoing = ExitStack()
 
     def add(self, model: nn.Module, name: str, wrapper: CallWrapper) -> CallInterceptor:
-        """Add a wrapper around every outermost call into `model` until `close`, and return the model's interceptor.
-
-        A second wrapper with the same name replaces the first. The model is not changed.
-        """
+        """Add a wrapper around outermost calls into `model`, in place of one of this name; return the interceptor."""
         interceptor = self.for_model(model)
         interceptor.add(name, wrapper)
         return interceptor
 
     def for_model(self, model: nn.Module, user: str | None = None) -> CallInterceptor:
-        """Intercept the calls into `model`, even without wrappers, so that their operators belong to a set-up model.
-
-        `user` is the name of a component that replaces kernels of these operators until `release`, or None.
-        """
+        """Intercept calls into `model`, even without wrappers, so that operators' kernels are replaced for `user`."""
         if user is not None:
             self._users.add(user)
         interceptor: CallInterceptor | None = self._by_model.get(model)

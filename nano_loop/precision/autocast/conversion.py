@@ -23,10 +23,10 @@ _TRIMMED = 16 << 20  # bytes that are converted before freed memory is returned
 
 
 class Conversion:
-    """The tensors that were converted to a dtype, with their original state. They are weakly referenced.
+    """The tensors, weakly referenced, that were converted to a dtype, with their original state.
 
-    `to_fp32` converts a tensor of this dtype to fp32. By default, tensors are cast. `trim` returns freed memory to the
-    kernel. It is called several times while tensors are converted back.
+    `to_fp32` converts a tensor of this dtype, which is cast by default. `trim` returns freed memory, several times at
+    the end.
     """
 
     def __init__(
@@ -130,10 +130,7 @@ def cast(
     convert: Callable[[Tensor], Tensor] | None = None,
     trim: Callable[[], None] | None = None,
 ) -> None:
-    """Cast parameters and buffers and their gradients, in place, as ``module.to(dtype)`` does.
-
-    If `convert` is not None, it converts the data first.
-    """
+    """Cast tensors and their gradients in place as ``module.to(dtype)`` does, or by `convert`."""
     converted = 0  # bytes since memory was returned
 
     def to_dtype(data: Tensor) -> Tensor:

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.patching.nested_tensors import map_tensors
-from nano_loop.patching.torch_private import (
-    arguments_of,
-    as_without_autocast_kernel,
-    below_autocast,
-    has_kernel,
-)
+from nano_loop.patching.torch_private import arguments_of, as_without_autocast_kernel, below_autocast, has_kernel
 from nano_loop.patching.walk import find
 
 # As torch 2.8 to 2.15 registers them in aten/src/ATen/autocast_mode.cpp; tests/precision/test_default_ops.py compares.

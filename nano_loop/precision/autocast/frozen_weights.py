@@ -60,10 +60,7 @@ def remark_on_integers(model: nn.Module) -> str | None:
 
 
 class RoundedOnce:
-    """The copies of frozen weights in autocast's dtype.
-
-    `rules` are the rules that make layers use the copies, by operator.
-    """
+    """The copies of frozen weights in autocast's dtype, and the rules by which layers use them, by operator."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -111,10 +111,7 @@ def _same_view(view: Tensor, result: Tensor, computed: Tensor) -> Tensor:
 
 
 class _Noting(threading.local):
-    """The activations of the current call in this thread, or None.
-
-    `padding` has the last layer of the current encoder and the positions that it clears, or is None.
-    """
+    """The activations of this thread's current call, and the encoder's last layer and its `padding`, each or None."""
 
     activations: Activations | None = None
     padding: tuple[Any, Tensor] | None = None

@@ -33,8 +33,8 @@ _T = TypeVar("_T")
 class RecordedCalls:
     """The calls into a model until they lead to gradients, and a copy of the model from before the first call.
 
-    The model is not changed, and not kept alive. `is_converted` is whether its parameters have another dtype during the
-    run. The copy's parameters are fp32. `on_failure` is called with the reason if the model cannot be compared.
+    The copy is fp32, also if parameters are converted in the run. `on_failure` gets the reason if it cannot be
+    compared.
     """
 
     def __init__(
@@ -149,10 +149,7 @@ class _NotedCall:
 
 
 def loss_of(model: nn.Module, calls: Any) -> Tensor:
-    """Return the mean square of the outputs, whose backward passes the loop's gradients to the outputs.
-
-    `model` is a copy of the model. `calls` are the calls that `RecordedCalls.take` returns.
-    """
+    """Return the mean square of a copy's outputs in calls, whose backward passes the loop's gradients to them."""
     total, squares = torch.zeros(()), torch.zeros(())
     for path, method, args, kwargs, gradients in calls:
         args, kwargs = _copy_of((args, kwargs))  # a model may write into a list, or into a tensor

@@ -69,10 +69,7 @@ def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without gradients and without dropout.
-
-    Raises a `NanoConfigError` if the model cannot be copied.
-    """
+    """Return a copy of a model without gradients and dropout; raise a `NanoConfigError` if it cannot be copied."""
     try:
         duplicate = copy.deepcopy(model)
     except (RuntimeError, TypeError, AttributeError, ValueError, NotImplementedError) as error:
@@ -91,10 +88,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def by_hand(model: nn.Module, kind: PrecisionKind, *, channels_last: bool = False) -> Iterator[nn.Module]:
-    """Run the calls into a model as in plain torch code for a precision and a layout, with outputs in fp32.
-
-    The model is changed, so it should be a copy.
-    """
+    """Run the calls into a copy as in plain torch code for a precision and a layout, with outputs in fp32."""
     dtype, autocast = kind.parameters or torch.float32, kind.autocast_by_hand
 
     def laid_out(tensor: Tensor) -> Tensor:
@@ -138,10 +132,7 @@ def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def tensors_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the gradients and the values of the user's parameters and buffers on exit.
-
-    A copy may share a module with its original, or have a hook that is a closure over it.
-    """
+    """Restore tensors and their gradients on exit: a copy may share a module, or a hook's closure, with it."""
     gradients = [(tensor, tensor.grad) for tensor in {id(one): one for one in tensors}.values()]
     values = [(tensor, tensor.detach().clone()) for tensor, _ in gradients if not is_lazy(tensor)]
     try:

@@ -152,12 +152,8 @@ def verified(
 ) -> Verification:
     """Compare the loss, outputs and gradients of a model: accelerated, by hand, in fp32 and in fp64.
 
-    The model is not changed, and neither are the states of random generators. For `loss_fn` and `batch`, see
-    `nano_loop.verify`. `kind` is the precision of the accelerated model. `acceleration` is called with a copy of the
-    model. It returns a context in which the copy is accelerated, which yields the run.
-
-    Raises a `NanoConfigError` if the model cannot be copied, or `loss_fn` does not compute a loss of the model passed
-    to it.
+    `acceleration` returns a context in which a copy is accelerated, which yields the run; for the rest, see
+    `nano_loop.verify`.
     """
 
     def step(made: nn.Module, inputs: Any = batch) -> Tensor:

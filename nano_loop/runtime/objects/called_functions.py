@@ -25,21 +25,14 @@ _LONGEST = 1000  # maximum length of a list of layers: longer ones hold data
 
 
 def names_called(model: nn.Module) -> frozenset[str]:
-    """Return the names in the code of a model's modules, and of the library functions that it calls.
-
-    This covers the methods of their classes, except torch's own, and functions of the same package that these name. It
-    does not run the program's code: a module may import a package on attribute access.
-    """
+    """Return the names in the code of a model's modules, except torch's, and of what it calls, without running it."""
     named = functools.cache(_named)  # for this call only: classes of a library call the same functions
     return frozenset().union(*(_names_in(kind, named) for kind in _classes_in(model)))
 
 
 @contextmanager
 def variables_kept(model: nn.Module) -> Iterator[None]:
-    """Restore, on exit, variables outside a model that its code names, such as a global counter, and named containers.
-
-    Calls of a copy of the model change them, too.
-    """
+    """Restore, on exit, variables outside a model that its code names, which calls of a copy change, too."""
     own = (function for kind in _classes_in(model) for function in _functions_of(kind, _named)[0])
     functions = {function for function in own if type(function) is FunctionType}
     with ExitStack() as stack:

@@ -55,20 +55,10 @@ class StepResult:
         return f"  {self.status}  {self.name:<{_NAME_WIDTH}}  {self.detail}"
 
 
-class LastPrinted:
-    """The lines that the last run of a function or an object printed, so that the next one prints only changes."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-
 class ReportPrinter:
-    """Prints the report of a run, except for lines that the previous run printed in the same place.
+    """Prints the report of a run, except for lines that the previous run `printed` in the same place."""
 
-    It updates the lines of the previous run.
-    """
-
-    def __init__(self, printed: LastPrinted) -> None:
+    def __init__(self, printed: list[str]) -> None:
         self._printed = printed
         self._lines: list[str] = []
         self._differs = False
@@ -77,10 +67,10 @@ class ReportPrinter:
         """Print the entries, unless the previous run printed them and all entries before them."""
         place = len(self._lines)
         self._lines += map(_without_measurement, entries)
-        self._differs = self._differs or self._printed.lines[place : len(self._lines)] != self._lines[place:]
+        self._differs = self._differs or self._printed[place : len(self._lines)] != self._lines[place:]
         if self._differs:
             print_lines(_lines_of(entries))
-            self._printed.lines = self._lines
+            self._printed[:] = self._lines
 
 
 def duration(seconds: float) -> str:
@@ -100,10 +90,7 @@ def size(count: float) -> str:
 
 
 def print_lines(lines: Iterable[object]) -> None:
-    """Print lines to standard error, or in a notebook, which shows that as an error, to standard output.
-
-    All lines are one write. Without standard error, nothing is printed.
-    """
+    """Print lines as one write to standard error, or to standard output in a notebook, which shows errors in red."""
     is_notebook = type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
     stream = sys.stdout if is_notebook else sys.stderr
     if stream is not None:  # None in a program without a console

@@ -43,10 +43,7 @@ def check_loop(function: Any, name: str) -> None:
 
 
 def check_kinds(*arguments: tuple[str, type, Sequence[Any]]) -> None:
-    """Raise one `NanoConfigError` that lists all values of the wrong type.
-
-    Each item of `arguments` is the name of an argument, its required type, and the values that were passed for it.
-    """
+    """Raise one `NanoConfigError` for all values of the wrong type, given names, types and values of arguments."""
     problems = []
     for name, kind, values in arguments:
         for value in values:
@@ -88,8 +85,7 @@ class TrainingObjects:
     #: Changed in place. A wrapper of optimizers is replaced by its inner optimizers.
     optimizers: list[Optimizer] = field(default_factory=list)
     loaders: list[DataLoader[Any]] = field(default_factory=list)  # they keep their class and attributes
-    #: Whether the batches are always (True) or never (False) sharded among the ranks. None: depends on the models'
-    #: mode.
+    #: Whether the batches are always or never sharded among the ranks. None: depends on the models' mode.
     shard: bool | None = None
 
     def __post_init__(self) -> None:
@@ -98,10 +94,7 @@ class TrainingObjects:
 
     @classmethod
     def of(cls, model: Any, optimizer: Any, dataloaders: Sequence[Any]) -> TrainingObjects:
-        """Return the objects of a call ``setup(model, optimizer, *dataloaders)``. The first two may be lists.
-
-        Raises one `NanoConfigError` that lists all arguments of the wrong type.
-        """
+        """Return the objects of a call ``setup(model, optimizer, *dataloaders)``; the first two may be lists."""
         models, optimizers, loaders = _as_list(model), _as_list(optimizer), list(dataloaders)
         check_kinds(
             ("model", nn.Module, models), ("optimizer", Optimizer, optimizers), ("dataloaders", DataLoader, loaders)
