@@ -609,32 +609,16 @@ def test_an_epoch_that_ends_early_is_followed_by_a_new_one(team, make):
     assert seen[0][1] != seen[0][0]
 
 
-def pairs(loader):
-    return [plain_lists([one, other]) for one, other in zip(loader, loader, strict=True)]
+def test_a_loader_may_be_iterated_twice_at_once(team):
+    def pairs(loader):
+        return [plain_lists(each) for each in zip(*zip(loader, loader, strict=True), strict=True)]
 
+    def make():
+        return DataLoader(Numbers(8), 2, shuffle=True)
 
-def nested(loader):
-    return [plain_lists([one, other]) for one in loader for other in loader]
-
-
-@pytest.mark.parametrize("way", [pairs, nested])
-def test_a_loader_may_be_iterated_twice_at_once(team, way):
     seed(0)
-    first, second = pairs_of_epochs(way)
-    for rank, seen in enumerate(shared(team, lambda: DataLoader(Numbers(8), 2, shuffle=True), way)):
-        assert [one for one, _ in seen] == first[rank]
-        assert [other for _, other in seen] == second[rank]
-
-
-def pairs_of_epochs(way):
-    """Return the first and second epoch of each pair, as each rank sees them."""
-    seen = way(DataLoader(Numbers(8), 2, shuffle=True))
-    if way is pairs:
-        return [shares_of([each[place] for each in seen], 2) for place in (0, 1)]
-    # Two ranks start two of the four inner epochs of two steps each.
-    outer = shares_of([seen[4 * step][0] for step in range(4)], 2)
-    inner = [shares_of([other for _, other in seen[4 * step : 4 * step + 4]], 2) for step in (0, 1)]
-    return [[each for each in share for _ in (0, 1)] for share in outer], [inner[0][r] + inner[1][r] for r in (0, 1)]
+    plain = pairs(make())
+    assert shared(team, make, pairs) == by_rank(plain, 2)
 
 
 def test_a_thread_may_iterate(team):
