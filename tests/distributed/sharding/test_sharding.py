@@ -346,8 +346,9 @@ def test_every_rank_takes_as_many_steps_whatever_remains(team, size, make):
         seen = []
         for count in range(15):
             with sharing(ranks, make(count)) as loader:
+                seen_epochs = epochs(loader, 2)
                 steps = len(loader if loader.batch_sampler is None else iter(loader))
-                seen.append((epochs(loader, 2), len(loader), steps))
+                seen.append((seen_epochs, len(loader), steps))
         return seen
 
     results = team(size)(loop)
