@@ -509,6 +509,10 @@ def noisy_transformer(run, weights_needed=True, size=ODD):
     return *result, torch.get_rng_state().double()
 
 
+def noisy_transformer_of_equal_shares(run):  # with draws at its own places in the program, for its own layout
+    return noisy_transformer(run, weights_needed=False, size=EVEN)
+
+
 class NoisyReader(nn.Module):
     def __init__(self):
         super().__init__()
@@ -604,11 +608,10 @@ LOOPS = {
         *(sgd, adam, lbfgs, accumulation, clipping, two_losses, gradient_penalty, padding, probabilities),
         *(accumulated_words, own_gradients, own_count, averages, evaluated_between, streamed, by_workers, read_ahead),
         *(kept, prefetched, trained_in_body, augmented, dropout, noisy_transformer, own_generator, noisy_lstm, gan),
-        *(sampling, checkpointed_dropout, norms, experts),
+        *(noisy_transformer_of_equal_shares, sampling, checkpointed_dropout, norms, experts),
     )
 } | {
     "paused_accumulation": partial(accumulation, paused=True),
-    "noisy_transformer_of_equal_shares": partial(noisy_transformer, weights_needed=False, size=EVEN),
     "own_generator_of_equal_shares": partial(own_generator, size=EVEN),
     "noisy_lstm_of_equal_shares": partial(noisy_lstm, size=EVEN),
     "gan_of_equal_shares": partial(gan, size=EVEN, noise_like=torch.randn_like),
