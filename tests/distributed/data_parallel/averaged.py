@@ -1,6 +1,6 @@
 """Pairs of training runs: a team with each rank on its share of the batch, and one process on the whole batch."""
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import torch
 
@@ -52,17 +52,12 @@ class Setup:
         return batch.chunk(self.ranks.size)[self.rank]
 
     def paused(self, *models):
-        return self.averaging.paused(models) if self.averaging is not None else _nothing()
+        return self.averaging.paused(models) if self.averaging is not None else nullcontext()
 
     def close(self):
         self.interceptors.close()
         if self.averaging is not None:
             self.averaging.close()
-
-
-@contextmanager
-def _nothing():
-    yield
 
 
 def make_step(kind, ranks, **options):

@@ -70,11 +70,6 @@ def of_rank(setup):
     return lambda: task.step(task.x[task.rank :: 2], task.y[task.rank :: 2])
 
 
-def targets_of_rank(setup):
-    task = Task(setup)
-    return lambda: task.step(task.x, task.y if task.rank else 1 - task.y)
-
-
 def without_gradients(setup):
     task = Task(setup)
     return lambda: task.step(task.x, task.y, loss=lambda out, y: 0 * out.sum())
@@ -98,7 +93,6 @@ def same_and_not_a_number(setup):
 #: Whether the ranks report identical work after the first step.
 DIVIDED = {
     of_rank: False,
-    targets_of_rank: False,
     actions_of_an_agent: False,
     without_gradients: False,
     same_batches_with_noise: True,  # the ranks have drawn the same numbers so far

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import embedding, mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from distributed.data_parallel.averaged import Setup, assert_pair, trained
+from distributed.data_parallel.averaged import Setup, assert_close, assert_pair, trained
 from distributed.data_parallel.test_checksums import DTYPES
 from nano_loop.errors import NanoError, NanoWarning
 
@@ -119,9 +119,22 @@ def evaluation_on_rank_0(step):
     step.backward()
 
 
+def written_after_zero_grad_of_a_later_step(step):
+    step.backward()
+    if step.number == 2:
+        step.model.zero_grad()
+        by_hand(step)
+
+
+def clipped(step):
+    step.backward()
+    nn.utils.clip_grad_norm_(step.model.parameters(), 0.1)
+
+
 ROWS = (
     *(a_submodule_and_a_function_of_weights, paused_after_another, paused_before_another_that_reaches_less),
     *(put_in_the_place_of_means, nothing_on_a_rank, in_another_thread, evaluation_on_rank_0),
+    *(written_after_zero_grad_of_a_later_step, clipped),
 )
 
 
@@ -156,11 +169,12 @@ def pair(loop):
 # --- optimizers and uses of gradients ---
 
 
-def test_only_what_arrived_since_is_averaged(team):
+def test_only_what_arrived_since_is_averaged_and_a_paused_model_may_take_steps_of_its_own(team):
     def loop(setup):
-        model, _ = ready(setup)
+        model, optimizer = ready(setup)
         with setup.paused(model):
             model(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
         assert not setup.transport.counts
         model(torch.ones(1, 6)).sum().backward()
         model[2](torch.ones(1, 8)).sum().backward()
@@ -185,18 +199,6 @@ def test_one_of_two_models_can_be_paused(team):
     assert [one.equal(other) for one, other in zip(first, second, strict=True)] == [False, True, True, True]
 
 
-def test_paused_model_may_take_steps_of_its_own(team):
-    def loop(setup):
-        model, optimizer = ready(setup)
-        with setup.paused(model):
-            (model(torch.ones(1, 6)).sum() * setup.rank).backward()
-            optimizer.step()
-        return model[2].bias
-
-    first, second = team(2)(trained, loop)
-    assert not first.equal(second)
-
-
 @pair
 def gradients_set_by_hand_are_averaged_by_the_step_of_an_optimizer_that_was_not_set_up(setup):
     model = net()
@@ -206,6 +208,20 @@ def gradients_set_by_hand_are_averaged_by_the_step_of_an_optimizer_that_was_not_
         by_hand(Step(setup, model, optimizer, batch, number))
         optimizer.step()
     return model
+
+
+def test_gradients_that_are_replaced_alike_are_averaged_once(team):
+    def loop(setup):
+        model, optimizer = ready(setup)
+        for number, batch in enumerate(batches()):
+            optimizer.zero_grad()
+            Step(setup, model, optimizer, batch, number).backward()
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad.clamp(-0.1, 0.1)
+            optimizer.step()
+        return setup.transport.counts
+
+    assert team(2)(trained, loop) == [[4] * 4] * 2
 
 
 @pytest.mark.parametrize("order", ["set up, then hooks", "hooks, then set up", "never set up"])
@@ -294,6 +310,8 @@ def shared_parameter_is_averaged_once(setup):
 # --- kinds of graphs and of gradients ---
 
 
+# A gradient with a graph holds its parameter; torch warns about this cycle.
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
 def test_second_derivative_of_averaged_gradients_is_that_of_the_mean(team):
     def loop(setup):
         model, optimizer = ready(setup)
@@ -308,10 +326,7 @@ def test_second_derivative_of_averaged_gradients_is_that_of_the_mean(team):
         optimizer.zero_grad()
         return model
 
-    # A gradient with a graph holds its parameter; torch warns about this cycle.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph")
-        assert_pair(team(2), _ignoring_cycles(loop))
+    assert_pair(team(2), loop)
 
 
 def test_graph_of_a_gradient_outlives_the_averaging(team):
@@ -324,16 +339,7 @@ def test_graph_of_a_gradient_outlives_the_averaging(team):
         model.zero_grad()
         return len(kept)
 
-    assert team(2)(trained, _ignoring_cycles(loop)) == [1, 1]
-
-
-def _ignoring_cycles(loop):
-    def ignoring(setup):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph")
-            return loop(setup)
-
-    return ignoring
+    assert team(2)(trained, loop) == [1, 1]
 
 
 class Words(nn.Module):
@@ -589,9 +595,7 @@ def test_layer_that_a_model_adds_in_its_forward_ends_equal(team):
         return model, [each.grad for each in model.parameters()]
 
     first, second = team(2)(trained, loop)
-    for one, other in zip(first[1], second[1], strict=True):
-        assert one.equal(other)
-    assert all(one.equal(other) for one, other in zip(first[0].values(), second[0].values(), strict=True))
+    assert_close(second, first, 0)
 
 
 def test_ranks_that_add_different_layers_are_told(team):
@@ -666,7 +670,12 @@ def other_dtype(model, optimizer):
     model[1].weight.data = torch.zeros(2, 2, dtype=torch.float64)
 
 
+def one_step_more(model, optimizer):
+    optimizer.step(lambda: None)
+
+
 DIVERGING = {
+    one_step_more: "different numbers of steps: rank 0 has 1, rank 1 has 2",
     second_rate: r"learning rates differ at step 1: rank 0 has \[0.1\], rank 1 has \[0.01",
     added_layer: "parameters differ at step 1: rank 0 has 4, rank 1 has 6",
     removed_layer: "parameters differ at step 1: rank 0 has 4, rank 1 has 2",
@@ -690,25 +699,6 @@ def test_what_rank_1_alone_changes_raises_on_every_rank(team, change):
     assert team(2)(trained, loop) == [True, True]
 
 
-def test_different_numbers_of_steps_raise_on_every_rank(team):
-    def loop(setup):
-        setup.ranks.mean, mean = lambda value: value, setup.ranks.mean  # disable averaging
-        alone = Setup(setup.ranks, compare=False)
-        try:
-            model, optimizer = ready(alone)
-            fit(alone, model, optimizer)
-            if setup.rank == 1:
-                optimizer.step(lambda: None)
-            with pytest.raises(NanoError, match="rank 0 has 4, rank 1 has 5"):
-                fit(alone, model, optimizer)
-        finally:
-            alone.close()
-            setup.ranks.mean = mean
-        return True
-
-    assert team(2)(trained, loop) == [True, True]
-
-
 def test_learning_rates_of_nan_are_equal_and_groups_may_have_none(team):
     def loop(setup):
         model, optimizer = ready(setup)
@@ -721,7 +711,68 @@ def test_learning_rates_of_nan_are_equal_and_groups_may_have_none(team):
     assert team(2)(trained, loop) == [2, 2]
 
 
+# --- tensors that calls change ---
+
+
+def test_rows_that_an_embedding_renorms_by_its_batch_are_named_at_the_first_averaging(team):
+    def loop(setup):
+        model = nn.Sequential(nn.EmbeddingBag(40, 8, max_norm=0.5), nn.Linear(8, 4))
+        setup.setup(model)
+        with pytest.raises(NanoError, match=r"Sequential\.0\.weight is not the same .* an embedding's max_norm"):
+            model(setup.share(torch.arange(40).view(10, 4))).sum().backward()
+        return True
+
+    assert team(2)(trained, loop) == [True, True]
+
+
+def test_parameter_that_all_ranks_clamp_alike_is_trained(team):
+    class Clamped(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-0.2, 0.2)
+            return super().forward(x)
+
+    assert_steps(team(2), Step.backward, lambda: Clamped(6, 3))
+
+
+class Counting(nn.Module):
+    def __init__(self, name="codes", persistent=True):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
+        self.name = name
+        self.register_buffer(name, torch.zeros(3), persistent=persistent)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x):
+        y = self.norm(self.linear(x))
+        if not self.name.startswith("constant"):
+            getattr(self, self.name).lerp_(y.detach().square().mean(0) * x.abs().max(), 0.5)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({}, "Counting.codes"), ({"name": "constant"}, None), ({"persistent": False}, None)],
+    ids=str,
+)
+def test_buffer_that_parts_is_named_once_on_rank_0(team, settings, named):
+    def counted(setup):
+        return nano_warnings(fit, setup, *ready(setup, Counting(**settings)))
+
+    first, second = team(2)(trained, counted)
+    assert second == []
+    assert [named in each and "nano_loop.all_reduce(value)" in each for each in first] == [True] * (named is not None)
+
+
 # --- messages and cleanup ---
+
+
+def nano_warnings(function, *args):
+    """Return the messages of the warnings that a call issues."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(*args)
+    return [str(each.message) for each in caught if issubclass(each.category, NanoWarning)]
 
 
 def test_training_of_what_was_not_set_up_is_warned_of_once_a_run_and_of_what_was_is_not(team):
@@ -729,14 +780,12 @@ def test_training_of_what_was_not_set_up_is_warned_of_once_a_run_and_of_what_was
         model = net()
         setup.setup(model)
         other = copy.deepcopy(model)
-        said = []
-        for trained_model in (model, other):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                fit(setup, trained_model, sgd(trained_model), given=batches(count=2))
-                fit(setup, trained_model, torch.optim.Adam(trained_model.parameters()), given=batches(count=2))
-            said.append([str(each.message) for each in caught if issubclass(each.category, NanoWarning)])
-        return said
+
+        def train(trained_model):
+            fit(setup, trained_model, sgd(trained_model), given=batches(count=2))
+            fit(setup, trained_model, torch.optim.Adam(trained_model.parameters()), given=batches(count=2))
+
+        return [nano_warnings(train, each) for each in (model, other)]
 
     (nothing, (warned,)), silent = team(2)(trained, loop)
     assert "SGD steps parameters that were not set up" in warned

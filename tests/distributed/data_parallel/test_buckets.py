@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -24,10 +25,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
-
-
-def usual(rank, step, model, x):
-    model(x).square().mean().backward()
 
 
 def two_backwards(rank, step, model, x):
@@ -111,7 +108,6 @@ def grows(rank, step, model, x):
 
 # The number of overlapped averagings of each loop; the first averaging of a run is never overlapped.
 LOOPS = {
-    usual: STEPS - 1,
     two_backwards: 2 * STEPS - 1,
     unused_in_some_steps: None,
     unused_on_one_rank: None,
@@ -131,39 +127,30 @@ def trained(ranks, loop, overlapped, groups):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    ended, finish = [], Overlap.finish
-    with gradient_group(ranks):
-        groups.append(weakref.ref(ranks.context.gradient_group))
-        transport = GroupTransport(ranks, ranks.context.gradient_group, capacity=1024)
-        averaging = Averaging(ranks, transport, compare=False, overlapped=overlapped)
-        averaging.add([model], [optimizer])
-        model.forward = averaging.around_call(model.forward)
-        history = steps(ranks, loop, model, optimizer, ended)
-        averaging.close()
-        transport.close()
-    del model.forward
-    Overlap.finish = finish
-    return history, tuple(map(sum, zip(*ended, strict=True))) if ended else (0, 0)
-
-
-def steps(ranks, loop, model, optimizer, ended):
-    finish = Overlap.finish
+    generator = torch.Generator().manual_seed(ranks.rank)
+    history, ended, finish = [], [(0, 0)], Overlap.finish
 
     def counting(self, states):
         done = finish(self, states)
         ended.append((bool(done), any(states)))
         return done
 
-    Overlap.finish = counting
-    generator = torch.Generator().manual_seed(ranks.rank)
-    history = []
-    for step in range(STEPS):
-        loop(ranks.rank, step, model, torch.randn(8, 5, generator=generator))
-        history += [each.grad.clone() for each in model.parameters() if each.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        history += [each.detach().clone() for each in model.parameters()]
-    return history
+    with gradient_group(ranks), mock.patch.object(Overlap, "finish", counting):
+        groups.append(weakref.ref(ranks.context.gradient_group))
+        transport = GroupTransport(ranks, ranks.context.gradient_group, capacity=1024)
+        averaging = Averaging(ranks, transport, compare=False, overlapped=overlapped)
+        averaging.add([model], [optimizer])
+        model.forward = averaging.around_call(model.forward)
+        for step in range(STEPS):
+            loop(ranks.rank, step, model, torch.randn(8, 5, generator=generator))
+            history += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            history += [each.detach().clone() for each in model.parameters()]
+        averaging.close()
+        transport.close()
+    del model.forward
+    return history, tuple(map(sum, zip(*ended, strict=True)))
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)

@@ -33,11 +33,9 @@ def noted(compute, share=SHARE, rows=SAMPLES, was_compared=True):
 COMBINING = {
     "flip": lambda x: x.flip(0),
     "flip of two dimensions": lambda x: x.flip(-1, -3),
-    "upside down": torch.flipud,
     "roll": lambda x: x.roll(1, 0),
     "roll as a vector": lambda x: x.roll(1),
     "index": lambda x: x[ORDER],
-    "list": lambda x: x[[3, 2, 1, 0]],
     "part of samples": lambda x: x[ORDER, :2],
     "repeated": lambda x: x[torch.zeros(SAMPLES, dtype=torch.long)],
     "negative": lambda x: x[torch.arange(SAMPLES) - 1],
@@ -59,7 +57,6 @@ COMBINING = {
     "counts": lambda x: ORDER.bincount(),
     "slices": lambda x: torch.cat([x[1:], x[:1]]),
     "halves": lambda x: torch.cat([*reversed(x.chunk(2))]),
-    "with a gradient": lambda x: x.requires_grad_().flip(0),
 }
 
 

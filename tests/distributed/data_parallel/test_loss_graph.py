@@ -1,12 +1,11 @@
-"""Reductions and last layers are found in the autograd graph, whatever the model's modules are called or shared."""
+"""Last layers are found in the autograd graph, whatever the model's modules are called or shared."""
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 from nano_loop.distributed.data_parallel.combining_operators import adds_samples, combines
-from nano_loop.distributed.data_parallel.loss_graph import before_layers, reductions, split_by_depth
+from nano_loop.distributed.data_parallel.loss_graph import before_layers, split_by_depth
 
 
 def names_of(model, *losses):
@@ -45,18 +44,6 @@ def test_deep_graph_is_searched_without_recursion():
     for _ in range(3000):
         x = x * torch.ones(2)
     assert names_of(model, x.sum()) == ([["weight"]], set())
-
-
-def leaf(count):
-    return torch.rand(count, requires_grad=True) * 1
-
-
-def test_nearest_reductions_are_found():
-    losses = torch.stack([leaf(2).mean(), leaf(3).mean()])
-    (found,) = reductions([losses.sum().grad_fn])
-    assert (found[0].name(), *found[1:]) == ("SumBackward0", 2, False)
-    found = reductions([(leaf(2).mean() + 3 * F.l1_loss(leaf(5), torch.zeros(5))).grad_fn])
-    assert sorted(one[1:] for one in found) == [(2, True), (5, True)]
 
 
 def test_operators_of_layers_combine_no_samples():

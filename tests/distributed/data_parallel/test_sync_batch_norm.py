@@ -2,18 +2,15 @@
 
 import copy
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import distributed, nn
-from torch.utils.checkpoint import checkpoint
 
-from distributed.data_parallel.averaged import assert_close, plain, trained
-from nano_loop.distributed.comm.ranks import ALONE
+from distributed.data_parallel.averaged import assert_close, plain
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.distributed.data_parallel.sync_batch_norm import norms_over_all_ranks
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
@@ -159,54 +156,6 @@ def in_two_directions(norm, x, target):
     return [each.detach().double() for each in (output, x.grad, norm.running_mean, norm.running_var)]
 
 
-class Convolutional(nn.Module):
-    """Norms of images and of vectors, one with a cumulative mean, and one that activation checkpointing recomputes."""
-
-    def __init__(self, repeats):
-        super().__init__()
-        self.repeats = repeats
-        self.first = nn.Sequential(nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU())
-        self.second = nn.Sequential(nn.Conv2d(6, 4, 3, bias=False), nn.BatchNorm2d(4, momentum=None), nn.ReLU())
-        self.third = nn.Sequential(nn.BatchNorm2d(4, affine=False, track_running_stats=False), nn.Flatten())
-        self.last = nn.Sequential(nn.Linear(16, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-
-    def forward(self, x):
-        x = self.first(x)
-        x = self.second(x) if self.repeats is None else checkpoint(self.second, x, use_reentrant=self.repeats)
-        return self.last(self.third(x))
-
-
-def fit(setup, repeats):
-    """Train for 21 steps with a short last batch in each epoch."""
-    ranks, generator = setup.ranks, torch.Generator().manual_seed(1)
-    x = torch.randn(23, 2, 6, 6, generator=generator, dtype=torch.float64)
-    y = torch.randint(3, (23,), generator=generator)
-    model = Convolutional(repeats).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    split = SplitBatches()
-    if ranks.size > 1:
-        ranks.context.split = split
-    with nullcontext() if ranks.size == 1 else norms_over_all_ranks(ranks):
-        setup.setup(model, optimizer)
-        for _ in range(7):
-            for rows, labels in zip(x.split(10), y.split(10), strict=True):
-                share = split.share = Share.of(len(rows), ranks.rank, ranks.size)
-                own = slice(share.start, share.stop)
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(rows[own]), labels[own])
-                loss.backward(torch.tensor(split.weight, dtype=loss.dtype))
-                optimizer.step()
-    return model
-
-
-@pytest.mark.parametrize("repeats", [None, True, False], ids=["kept", "reentrant", "repeated"])
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
-def test_training_on_shares_is_that_of_one_process(team, size, repeats):
-    alone = trained(ALONE, fit, repeats)
-    for model in team(size)(trained, fit, repeats):
-        assert_close(model, alone, 1e-12)
-
-
 def statistics_after(norm, x):
     norm(x)
     return plain(norm)
@@ -251,33 +200,21 @@ def test_what_is_whole_and_what_another_thread_computes_is_not_exchanged(team):
             assert_close(each, statistics_after(nn.BatchNorm1d(3), x), 1e-6)  # ranks use fewer threads
 
 
-def test_one_row_on_each_rank_is_enough(team):
-    x = torch.tensor([[1.0, 5.0], [3.0, -2.0]])
-
-    def on_rank(ranks):
-        with sharing(ranks, "split", (1, 1)):
-            return statistics_after(nn.BatchNorm1d(2), x[ranks.rank : ranks.rank + 1])
-
-    for found in team(2)(on_rank):
-        assert_close(found, statistics_after(nn.BatchNorm1d(2), x), 1e-6)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_model_computes_over_the_rows_of_all_ranks(team, backend):
     x = torch.randn(5, 3, dtype=torch.float64)
 
-    def after(norm, x):
+    def after(x):
+        norm = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(3), nn.Tanh()).double()
         torch.compile(norm, backend=backend)(x).square().sum().backward()
         return plain(norm)
 
     def on_rank(ranks):
-        norm = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(3), nn.Tanh()).double()
         with sharing(ranks, "split", (3, 2)):
-            return after(norm, *parts(ranks, [x], (3, 2)))
+            return after(*parts(ranks, [x], (3, 2)))
 
-    norm = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(3), nn.Tanh()).double()
-    expected = after(norm, x)
+    expected = after(x)
     for found in team(2)(on_rank):
         assert_close(found, expected, 1e-12)
 

@@ -18,54 +18,46 @@ FILES = {
     "calling.py": "import edited_function\n\ndef scaled(x):\n    return edited_function.scaled(x)\n",
 }
 NAMES = [name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in FILES]
-
-
-def write(folder, files):
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+OTHER = "def scaled(x):\n    return x + 2\n"
 
 
 @pytest.fixture
-def modules(tmp_path, monkeypatch):
-    """The modules of the user's project, imported in this process."""
+def edited(tmp_path, monkeypatch):
+    """Write other texts of some files after the import of all, and dump the object that `make` makes of the modules."""
+
+    def write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    def sent(files, make):
+        write(files)
+        (tmp_path / "sent").mkdir()
+        dump(make(modules), tmp_path / "sent", {})
+
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.syspath_prepend(tmp_path)
-    write(tmp_path, FILES)
+    write(FILES)
     importlib.invalidate_caches()
-    yield {name: importlib.import_module(name) for name in NAMES}
+    modules = {name: importlib.import_module(name) for name in NAMES}
+    yield sent
     for name in NAMES:
         sys.modules.pop(name)
 
 
-@pytest.fixture
-def send(modules, tmp_path):
-    """Send an object made from the modules to workers."""
+def calling(modules):
+    return modules["calling"].scaled
 
-    def sent(make):
-        (tmp_path / "sent").mkdir()
-        dump(make(modules), tmp_path / "sent", {})
 
-    return sent
+def function(modules):
+    return modules["edited_function"].scaled
 
 
 CHANGED = {
-    "a function": ("edited_function.py", "def scaled(x):\n    return x + 2\n", lambda m: m["edited_function"].scaled),
-    "a default": (
-        "edited_function.py",
-        "def scaled(x, y=1):\n    return x * 2\n",
-        lambda m: m["edited_function"].scaled,
-    ),
-    "a file that is being edited": (
-        "edited_function.py",
-        "def scaled(x):\n    return x * 2 +\n",
-        lambda m: m["edited_function"].scaled,
-    ),
-    "a function that another one calls": (
-        "edited_function.py",
-        "def scaled(x):\n    return x + 2\n",
-        lambda m: m["calling"].scaled,
-    ),
+    "a function": ("edited_function.py", OTHER, function),
+    "a default": ("edited_function.py", "def scaled(x, y=1):\n    return x * 2\n", function),
+    "a file that is being edited": ("edited_function.py", "def scaled(x):\n    return x * 2 +\n", function),
+    "a function that another one calls": ("edited_function.py", OTHER, calling),
     "a method of the base of an argument's class": (
         "edited_package/layers.py",
         FILES["edited_package/layers.py"].replace("5", "6"),
@@ -75,51 +67,39 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_code_that_has_changed_is_an_error(send, tmp_path, name):
+def test_code_that_has_changed_is_an_error(edited, name):
     file, text, make = CHANGED[name]
-    write(tmp_path, {file: text})
     with pytest.raises(NanoError, match=rf"{file} has changed since it was imported: .*Restart the program"):
-        send(make)
+        edited({file: text}, make)
+
+
+def reloaded(modules):
+    importlib.reload(modules["edited_function"])
+    return calling(modules)
 
 
 UNCHANGED = {
-    "nothing": ({}, lambda m: m["calling"].scaled),
-    "a comment behind": (
-        {"edited_function.py": FILES["edited_function.py"] + "# the end\n"},
-        lambda m: m["calling"].scaled,
-    ),
-    "one more function": (
-        {"edited_function.py": FILES["edited_function.py"] + "\ndef another(x):\n    return x\n"},
-        lambda m: m["calling"].scaled,
-    ),
+    "nothing": ({}, calling),
+    "a comment behind": ({"edited_function.py": FILES["edited_function.py"] + "# the end\n"}, calling),
+    "one more function": ({"edited_function.py": FILES["edited_function.py"] + "\ndef another(x): pass\n"}, calling),
     "a constant, which workers are given": (
         {"edited_constant.py": FILES["edited_constant.py"].replace("3", "4")},
         lambda m: m["edited_constant"].scaled,
     ),
-    "a module that the call does not reach": (
-        {"edited_package/layers.py": "class Layer:\n    pass\n"},
-        lambda m: m["calling"].scaled,
-    ),
+    "a module that the call does not reach": ({"edited_package/layers.py": "class Layer:\n    pass\n"}, calling),
+    "a module that was reloaded": ({"edited_function.py": OTHER}, reloaded),
 }
 
 
 @pytest.mark.parametrize("name", UNCHANGED)
-def test_other_changes_are_none(send, tmp_path, name):
-    files, make = UNCHANGED[name]
-    write(tmp_path, files)
-    send(make)
+def test_other_changes_are_none(edited, name):
+    edited(*UNCHANGED[name])
 
 
-def test_a_module_that_was_reloaded_is_as_its_file(modules, send, tmp_path):
-    write(tmp_path, {"edited_function.py": "def scaled(x):\n    return x + 2\n"})
-    importlib.reload(modules["edited_function"])
-    send(lambda modules: modules["calling"].scaled)
-
-
-def test_a_file_that_is_replaced_by_one_with_an_older_date_has_changed(send, tmp_path):
+def test_a_file_that_is_replaced_by_one_with_an_older_date_has_changed(edited, tmp_path):
     other = tmp_path / "other.py"
-    other.write_text("def scaled(x):\n    return x + 2\n")
+    other.write_text(OTHER)
     os.utime(other, (1e9, 1e9))
     other.replace(tmp_path / "edited_function.py")
     with pytest.raises(NanoError, match="has changed"):
-        send(lambda modules: modules["edited_function"].scaled)
+        edited({}, function)

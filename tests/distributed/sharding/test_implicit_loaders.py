@@ -1,27 +1,17 @@
 """Loaders that the loop creates are divided like those passed to `setup`."""
 
 import gc
-import multiprocessing
 import threading
 import weakref
 
 import torch
 from torch import nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from nano_loop.config.options import Options
-from nano_loop.cpu import Machine
+from distributed.data_parallel.averaged import make_step
 from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.distributed.launch.active_runs import active_run
-from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps import StepContext
 from nano_loop.steps.sharding import Sharding
 
 
@@ -41,23 +31,22 @@ def numbers(count=20):
 
 def sharding_of(ranks):
     """Return the step of a run after the setup of a model, and the model."""
-    model = nn.Linear(1, 1)
-    step = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), CallInterceptors(), ranks))
+    model, (step, _) = nn.Linear(1, 1), make_step(Sharding, ranks)
     step.observe(TrainingObjects(models=[model]))
     return step, model
 
 
-def in_run(team, loop, *args):
-    """Return the results of ``loop(ranks, *sharding_of(ranks), *args)`` on two ranks."""
-    return team(2)(_in_run, loop, *args)
+def in_run(team, loop):
+    """Return the results of ``loop(ranks, *sharding_of(ranks))`` on two ranks."""
 
+    def run(ranks):
+        step, model = sharding_of(ranks)
+        try:
+            return loop(ranks, step, model)
+        finally:
+            step.undo()
 
-def _in_run(ranks, loop, *args):
-    step, model = sharding_of(ranks)
-    try:
-        return loop(ranks, step, model, *args)
-    finally:
-        step.undo()
+    return team(2)(run)
 
 
 def seen(loader):
@@ -66,7 +55,7 @@ def seen(loader):
 
 def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(team):
     def loop(ranks):
-        unused = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), CallInterceptors(), ranks))
+        unused, _ = make_step(Sharding, ranks)
         unused.observe(TrainingObjects(loaders=[]))
         loader = DataLoader(numbers(), 4)
         counts = [len(seen(loader))]
@@ -84,9 +73,6 @@ def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(tea
         return [*counts, len(seen(loader))]
 
     assert team(2)(loop) == [[5, 5, 5, 5, 5, 5, 3, 3, 5, 5]] * 2
-
-
-# --- which loaders are divided, and the messages ---
 
 
 class Caching(Dataset):
@@ -109,9 +95,6 @@ def test_what_a_dataset_has_cached_on_each_rank_counts_for_nothing(team):
         return counts, len(data.cache)
 
     assert in_run(team, loop) == [([2, 2, 2], 10)] * 2
-
-
-# --- loaders of other code ---
 
 
 class Looking(Dataset):
@@ -138,9 +121,6 @@ def test_loaders_of_other_threads_inside_a_dataset_and_of_a_run_of_one_rank_are_
     assert in_run(team, loop) == [([4, 4], [[[4], [4]]] * 2)] * 2
 
 
-# --- cleanup ---
-
-
 def test_found_loaders_and_their_datasets_are_let_go(team):
     def loop(ranks, step, model):
         data = numbers()
@@ -151,19 +131,7 @@ def test_found_loaders_and_their_datasets_are_let_go(team):
             seen(loader)
         del data, loader
         gc.collect()
-        return [each() is not None for each in gone]
-
-    assert in_run(team, loop) == [[False] * 3] * 2
-
-
-def test_workers_that_a_found_loader_keeps_serve_all_epochs_and_end_with_the_run(team):
-    def loop(ranks):
-        step, _ = sharding_of(ranks)
-        loader = DataLoader(numbers(), 5, num_workers=1, persistent_workers=True)
-        first = seen(loader), {each.pid for each in multiprocessing.active_children()}
-        second = seen(loader), {each.pid for each in multiprocessing.active_children()}
         in_header = [len(batch[0]) for batch in DataLoader(numbers(), 5, num_workers=1, persistent_workers=True)]
-        step.undo()
-        return first == second, in_header, len(multiprocessing.active_children())
+        return [each() is not None for each in gone], in_header
 
-    assert team(2)(loop) == [(True, [5, 5], 0)] * 2
+    assert in_run(team, loop) == [([False] * 3, [5, 5])] * 2

@@ -68,6 +68,9 @@ DIVIDED = {
     "single items": lambda rank: DataLoader(Asking(), batch_size=None),
     "data pipe": lambda rank: DataLoader(ShardingFilter(IterableWrapper(range(20))), 5),
     "DistributedSampler": lambda rank: DataLoader(numbers(), 5, sampler=DistributedSampler(numbers(), shuffle=False)),
+    "DistributedSampler of rank 0, of which each rank has a copy": lambda rank: DataLoader(
+        numbers(), 5, sampler=DistributedSampler(numbers(), 2, 0, shuffle=False)
+    ),
     "DistributedSampler in another": lambda rank: DataLoader(
         numbers(), batch_sampler=BatchSampler(DistributedSampler(numbers(), shuffle=False), 5, False)
     ),
@@ -160,14 +163,6 @@ def test_endless_and_empty_streams_of_a_rank_are_read_as_they_are(team):
         return [[batch.tolist() for batch in itertools.islice(loader, 3)] for _ in range(2)]
 
     assert in_run(team, loop) == [[[[0, 1], [2, 3], [4, 5]]] * 2, [[], []]]
-
-
-def test_sampler_for_rank_0_that_each_rank_has_a_copy_of_is_for_each_rank(team):
-    def loop(ranks, step, model):
-        sampler = DistributedSampler(numbers(), num_replicas=2, rank=0, shuffle=False)
-        return [*flat(seen(DataLoader(numbers(), 5, sampler=sampler)))]
-
-    assert in_run(team, loop) == [[*range(rank, 20, 2)] for rank in (0, 1)]
 
 
 # --- data that differs between ranks at random ---

@@ -99,21 +99,15 @@ def by_numpy():
     return int(np.random.randint(23))
 
 
-def own_generator(kind):
-    """Make a sampler with its own generator, seeded differently on each rank, as a script's may be."""
-    made = kind()
-    sampler = Drawing(made.random if not isinstance(made, torch.Generator) else None)
+def own_generator(made, method):
+    """Make a sampler with its own generator."""
+    sampler = Drawing(lambda: int(getattr(made, method)(23)))
     sampler.generator = made
-    sampler.draw = {
-        torch.Generator: lambda: int(torch.randint(23, (), generator=made)),
-        random.Random: lambda: made.randrange(23),
-        np.random.RandomState: lambda: int(made.randint(23)),
-        np.random.Generator: lambda: int(made.integers(23)),
-    }[type(made)]
     return sampler
 
 
 def seeded_by_rank():
+    """Return a seed that differs on each rank, as a script's may."""
     return 7 + 10 * (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
 
 
@@ -124,8 +118,6 @@ def numbers(**options):
 LOADERS = {
     "in order": lambda: numbers(),
     "shuffled": lambda: numbers(shuffle=True),
-    "shuffled, drop_last": lambda: numbers(shuffle=True, drop_last=True),
-    "generator": lambda: numbers(shuffle=True, generator=torch.Generator().manual_seed(3)),
     "a generator of each rank": lambda: numbers(
         shuffle=True, generator=torch.Generator().manual_seed(seeded_by_rank())
     ),
@@ -145,9 +137,9 @@ LOADERS = {
     "random, in iter of a batch sampler": lambda: DataLoader(
         Numbers(), batch_sampler=DrawsAtIter(lambda: [by_random(), by_torch()])
     ),
-    "random's own": lambda: numbers(sampler=own_generator(lambda: random.Random(seeded_by_rank()))),
-    "numpy's own": lambda: numbers(sampler=own_generator(lambda: np.random.default_rng(seeded_by_rank()))),
-    "numpy's old own": lambda: numbers(sampler=own_generator(lambda: np.random.RandomState(seeded_by_rank()))),
+    "random's own": lambda: numbers(sampler=own_generator(random.Random(seeded_by_rank()), "randrange")),
+    "numpy's own": lambda: numbers(sampler=own_generator(np.random.default_rng(seeded_by_rank()), "integers")),
+    "numpy's old own": lambda: numbers(sampler=own_generator(np.random.RandomState(seeded_by_rank()), "randint")),
     "a subclass of torch's": lambda: numbers(sampler=OwnShuffle(Numbers())),
     "single items": lambda: DataLoader(Numbers(), batch_size=None, shuffle=True),
     "workers": lambda: numbers(shuffle=True, num_workers=1, prefetch_factor=3),
@@ -276,21 +268,17 @@ found = pytest.mark.parametrize("found", [False, True], ids=["set up", "found"])
 
 @sizes
 @found
-@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-def test_ranks_share_the_batches_of_the_plain_loop_epoch_after_epoch(team, make, size, found):
-    plain, after = plain_epochs(make)
-    results = team(size)(sharded_epochs, make, 3, None, found)
+@pytest.mark.parametrize("name", LOADERS)
+def test_ranks_share_the_batches_of_the_plain_loop_epoch_after_epoch(team, name, size, found):
+    plain, after = plain_epochs(LOADERS[name])
+    results = team(size)(sharded_epochs, LOADERS[name], 3, None, found)
     assert [batches for batches, _ in results] == by_rank(plain, size)
     assert results[0][1] == after, "rank 0's loop would draw other numbers after the epoch than the plain loop"
-
-
-@pytest.mark.parametrize("name", ["shuffled", "torch", "random", "numpy", "torch, at iter", "subset"])
-def test_a_ranks_own_random_states_only_give_the_seed_that_every_loader_draws(team, name):
-    _, after = team(2)(sharded_epochs, LOADERS[name])[1]
-    seed(1)
-    for _ in range(3):
-        torch.empty((), dtype=torch.int64).random_()  # the seed for the loader's workers
-    assert after == states()
+    if name in ("shuffled", "torch", "random", "numpy", "torch, at iter", "subset"):
+        seed(1)
+        for _ in range(3):
+            torch.empty((), dtype=torch.int64).random_()  # the seed for the loader's workers
+        assert results[1][1] == states(), "another rank's own states only give the seed that every loader draws"
 
 
 @sizes
@@ -308,31 +296,22 @@ def test_ranks_agree_where_their_loops_draw_numbers_too(team, name, size):
     results = team(size)(loop, LOADERS[name])
     reference = team(size)(loop, LOADERS[name])
     assert results == reference
-    if name in ("shuffled", "random"):  # unaffected by the loop's draws
-        seed(0)
-        plain = epochs(LOADERS[name](), 1)[0]
-        assert [seen for seen, _ in results] == shares_of(plain, size)
-    if name == "torch, at iter":  # drawn before the loop's own draws
+    if name != "torch":  # drawn before the loop's own draws, or unaffected by them
         plain, _ = plain_epochs(LOADERS[name], 1)
         assert [seen for seen, _ in results] == shares_of(plain[0], size)
 
 
 def test_ranks_draw_one_stream_where_rank_0s_loop_draws_in_between(team):
-    def loop(ranks, make):
+    def loop(ranks):
         drawn = []
+        sampler = Drawing(lambda: drawn.append(by_torch()) or drawn[-1])
+        with sharing(ranks, DataLoader(Numbers(), 1, sampler=sampler)) as loader:
+            return drawn, [float(torch.rand(())) for _ in loader]
 
-        def draw():
-            drawn.append(by_torch())
-            return drawn[-1]
-
-        with sharing(ranks, make(draw)) as loader:
-            own = [float(torch.rand(())) for _ in loader]
-        return drawn, own
-
-    first, second = team(2)(loop, lambda draw: DataLoader(Numbers(), 1, sampler=Drawing(draw)))
-    assert first[0] == second[0]
-    assert len(set(first[0])) > 10
-    assert first[1] != second[1]
+    (drawn, own), (others_drawn, others) = team(2)(loop)
+    assert drawn == others_drawn
+    assert len(set(drawn)) > 10
+    assert own != others
 
 
 @sizes
@@ -349,43 +328,30 @@ def test_ranks_that_the_loop_has_seeded_alike_stay_alike(team, size):
 # --- number of steps ---
 
 
-@sizes
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_every_rank_takes_as_many_steps_whatever_remains(team, size, drop_last):
-    def loop(ranks):
-        def make(count):
-            return DataLoader(Numbers(count), batch_size=2, shuffle=bool(count), drop_last=drop_last)
+REMAINDERS = {
+    "kept": lambda count: DataLoader(Numbers(count), 2, shuffle=bool(count)),
+    "dropped": lambda count: DataLoader(Numbers(count), 2, shuffle=bool(count), drop_last=True),
+    "of a stream": lambda count: DataLoader(Measured(count, draws=False), batch_size=None),
+}
 
+
+@sizes
+@pytest.mark.parametrize("make", REMAINDERS.values(), ids=REMAINDERS)
+def test_every_rank_takes_as_many_steps_whatever_remains(team, size, make):
+    def loop(ranks):
         seen = []
         for count in range(15):
             with sharing(ranks, make(count)) as loader:
-                seen.append((epochs(loader, 2), len(loader), len(iter(loader))))
+                seen_epochs = epochs(loader, 2)
+                steps = len(loader if loader.batch_sampler is None else iter(loader))
+                seen.append((seen_epochs, len(loader), steps))
         return seen
-
-    def plain(count):
-        return plain_epochs(lambda: DataLoader(Numbers(count), 2, shuffle=bool(count), drop_last=drop_last), 2)[0]
 
     results = team(size)(loop)
     for count in range(15):
-        expected = by_rank(plain(count), size)
+        expected = by_rank(plain_epochs(lambda count=count: make(count), 2)[0], size)
         for rank, seen in enumerate(results):
             assert seen[count] == (expected[rank], len(expected[0][0]), len(expected[0][0]))
-
-
-@sizes
-def test_streams_fill_their_last_group_up_too(team, size):
-    def loop(ranks):
-        seen = []
-        for count in range(9):
-            with sharing(ranks, DataLoader(Measured(count, draws=False), batch_size=None)) as loader:
-                seen.append((epochs(loader, 2), len(loader)))
-        return seen
-
-    results = team(size)(loop)
-    for count in range(9):
-        expected = shares_of(list(range(count)), size)
-        for rank, seen in enumerate(results):
-            assert seen[count] == ([expected[rank]] * 2, len(expected[0]))
 
 
 # --- lengths ---
@@ -429,30 +395,20 @@ def test_length_that_nobody_knows_is_an_error_as_ever(team):
 # --- undivided loaders ---
 
 
-def no_grad_loop(loader, model):
-    with torch.no_grad():
-        return epochs(loader)
-
-
-def inference_loop(loader, model):
-    with torch.inference_mode():
-        return epochs(loader)
-
-
-def eval_loop(loader, model):
-    model.eval()
-    return epochs(loader)
-
-
-@pytest.mark.parametrize("loop", [no_grad_loop, inference_loop, eval_loop])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
 @pytest.mark.parametrize("name", ["shuffled", "stream with workers"])
-def test_evaluation_sees_the_whole_loader_on_every_rank(team, name, loop):
+def test_evaluation_sees_the_whole_loader_on_every_rank(team, name, context):
     make = {**LOADERS, **STREAMS}[name]
 
     def evaluate(ranks):
-        model = nn.Linear(1, 1)
-        with sharing(ranks, make(), models=[model]) as loader:
-            return loop(loader, model)
+        model = nn.Linear(1, 1).train(context is not contextlib.nullcontext)
+        with sharing(ranks, make(), models=[model]) as loader, context():
+            if ranks.rank:
+                ranks.barrier()  # until rank 0 has evaluated alone
+            seen = epochs(loader)
+            if not ranks.rank:
+                ranks.barrier()
+            return seen
 
     first, second = team(2)(evaluate)
     assert first == plain_epochs(make)[0]
@@ -469,17 +425,6 @@ def first_of(batch):
     return batch[0]
 
 
-@pytest.mark.parametrize("name", ["in order", "shuffled", "stream"])
-def test_rank_0_may_evaluate_alone(team, name):
-    make = {**LOADERS, **STREAMS}[name]
-
-    def loop(ranks):
-        with sharing(ranks, make()) as loader, torch.no_grad():
-            return None if ranks.rank else epochs(loader, 1)
-
-    assert team(2)(loop) == [plain_epochs(make, 1)[0], None]
-
-
 def test_one_model_in_train_mode_is_enough_and_what_is_decided_at_the_start_holds_to_the_end(team):
     def loop(ranks):
         frozen, trained = nn.Linear(1, 1).eval(), nn.Linear(1, 1)
@@ -493,10 +438,11 @@ def test_one_model_in_train_mode_is_enough_and_what_is_decided_at_the_start_hold
     assert team(2)(loop) == shares_of(plain_epochs(LOADERS["in order"], 1)[0][0], 2)
 
 
-def test_a_persistent_loader_is_whole_and_shared_in_turn(team):
+@found
+def test_a_persistent_loader_is_whole_and_shared_in_turn(team, found):
     def loop(ranks):
         made = DataLoader(Numbers(), 4, num_workers=1, persistent_workers=True)
-        with sharing(ranks, made) as loader:
+        with (finding if found else sharing)(ranks, made) as loader:
             with torch.no_grad():
                 whole = epochs(loader, 1)[0]
             workers = {each.pid for each in multiprocessing.active_children()}
@@ -645,32 +591,16 @@ def test_an_epoch_that_ends_early_is_followed_by_a_new_one(team, make):
     assert seen[0][1] != seen[0][0]
 
 
-def pairs(loader):
-    return [plain_lists([one, other]) for one, other in zip(loader, loader, strict=True)]
+def test_a_loader_may_be_iterated_twice_at_once(team):
+    def pairs(loader):
+        return [plain_lists(each) for each in zip(*zip(loader, loader, strict=True), strict=True)]
 
+    def make():
+        return DataLoader(Numbers(8), 2, shuffle=True)
 
-def nested(loader):
-    return [plain_lists([one, other]) for one in loader for other in loader]
-
-
-@pytest.mark.parametrize("way", [pairs, nested])
-def test_a_loader_may_be_iterated_twice_at_once(team, way):
     seed(0)
-    first, second = pairs_of_epochs(way)
-    for rank, seen in enumerate(shared(team, lambda: DataLoader(Numbers(8), 2, shuffle=True), way)):
-        assert [one for one, _ in seen] == first[rank]
-        assert [other for _, other in seen] == second[rank]
-
-
-def pairs_of_epochs(way):
-    """Return the first and second epoch of each pair, as each rank sees them."""
-    seen = way(DataLoader(Numbers(8), 2, shuffle=True))
-    if way is pairs:
-        return [shares_of([each[place] for each in seen], 2) for place in (0, 1)]
-    # Two ranks start two of the four inner epochs of two steps each.
-    outer = shares_of([seen[4 * step][0] for step in range(4)], 2)
-    inner = [shares_of([other for _, other in seen[4 * step : 4 * step + 4]], 2) for step in (0, 1)]
-    return [[each for each in share for _ in (0, 1)] for share in outer], [inner[0][r] + inner[1][r] for r in (0, 1)]
+    plain = pairs(make())
+    assert shared(team, make, pairs) == by_rank(plain, 2)
 
 
 def test_a_thread_may_iterate(team):

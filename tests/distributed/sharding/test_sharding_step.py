@@ -5,34 +5,19 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nano_loop.config.options import Options
-from nano_loop.cpu import Machine
-from nano_loop.patching.calls.calls import CallInterceptors
+from distributed.data_parallel.averaged import make_step
+from distributed.sharding.test_implicit_loaders import numbers, seen
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps import StepContext
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.sharding import Sharding
 
 
-def numbers(count=10, **options):
-    return DataLoader(TensorDataset(torch.arange(count)), batch_size=2, **options)
-
-
-def made(kind, ranks):
-    return kind(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), CallInterceptors(), ranks))
-
-
-def seen(loader):
-    return [batch[0].tolist() for batch in loader]
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_share_whole_batches(team, size):
+def test_ranks_share_whole_batches(team):
     def loop(ranks):
         torch.manual_seed(ranks.rank)
         before = dict(vars(DataLoader))
-        loader = numbers(shuffle=True)
-        steps = [made(kind, ranks) for kind in (FastFetch, Sharding)]
+        loader = DataLoader(numbers(10), 2, shuffle=True)
+        steps = [make_step(kind, ranks)[0] for kind in (FastFetch, Sharding)]
         for each in steps:
             each.apply(TrainingObjects(loaders=[loader]))
         with pytest.MonkeyPatch.context() as patch:
@@ -44,22 +29,22 @@ def test_ranks_share_whole_batches(team, size):
         return epochs, len(seen(loader))
 
     torch.manual_seed(0)
-    plain = numbers(shuffle=True)
+    plain = DataLoader(numbers(10), 2, shuffle=True)
     expected = [(each + each)[:6] for each in (seen(plain), seen(plain))]
-    for rank, (epochs, after) in enumerate(team(size)(loop)):
-        assert epochs == [each[rank::size] for each in expected]
+    for rank, (epochs, after) in enumerate(team(2)(loop)):
+        assert epochs == [each[rank::2] for each in expected]
         assert after == 5
 
 
 def test_models_and_shard_of_other_calls_count_too_and_none_changes_nothing(team):
     def loop(ranks):
         model, late = nn.Linear(1, 1).eval(), nn.Linear(1, 1)
-        loader, sharding = numbers(), made(Sharding, ranks)
+        loader, (sharding, _) = DataLoader(numbers(10), 2), make_step(Sharding, ranks)
         counts = []
         for shard in (None, True, None, False, None):
             sharding.apply(TrainingObjects(models=[model], loaders=[loader], shard=shard))
             counts.append((len(seen(loader)), len(loader)))
-        other = numbers()
+        other = DataLoader(numbers(10), 2)
         sharding.apply(TrainingObjects(loaders=[other]))
         counts.append((len(seen(other)), len(other)))
         sharding.observe(TrainingObjects(models=[late]))
@@ -75,7 +60,7 @@ def test_models_and_shard_of_other_calls_count_too_and_none_changes_nothing(team
 
 def test_a_run_within_a_run_shares_once(team):
     def loop(ranks):
-        loader, outer, inner = numbers(), made(Sharding, ranks), made(Sharding, ranks)
+        loader, ((outer, _), (inner, _)) = DataLoader(numbers(10), 2), (make_step(Sharding, ranks) for _ in range(2))
         outer.apply(TrainingObjects(loaders=[loader]))
         inner.apply(TrainingObjects(loaders=[loader]))
         both = seen(loader)

@@ -237,10 +237,6 @@ def accumulation(run, paused=False, dtype=torch.float64):
     return weights(model), torch.tensor(losses, dtype=torch.float64)
 
 
-def paused_accumulation(run):
-    return accumulation(run, paused=True)
-
-
 def clipping(run, dtype=torch.float64):
     model, norms = mlp(6, 8, 1).to(dtype), []
 
@@ -250,37 +246,24 @@ def clipping(run, dtype=torch.float64):
     return *fit(run, model, loader_of(*vectors(dtype=dtype)), squares, before_step=clip), torch.stack(norms)
 
 
-def plateau(run):
-    model = mlp(6, 8, 1)
-    optimizer = by_sgd(model)
-    schedulers = [
-        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.05),
-        torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9),
-    ]
-
-    def schedule(loss):
-        schedulers[0].step(loss.item())
-        schedulers[1].step()
-
-    result = fit(run, model, loader_of(*vectors()), squares, optimizer, after_step=schedule)
-    return *result, torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64)
-
-
 class Images(nn.Module):
-    """Norms of images and of vectors, one of which has a cumulative mean."""
+    """Norms of images and of vectors, one with a cumulative mean, which checkpointing may compute again."""
 
-    def __init__(self):
+    def __init__(self, repeats=None):
         super().__init__()
+        self.repeats = repeats
         self.images = nn.Sequential(nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU())
         self.vectors = nn.Sequential(nn.Linear(96, 8, bias=False), nn.BatchNorm1d(8, momentum=None), nn.Tanh())
         self.head = nn.Linear(8, 3)
         self.double()
 
     def forward(self, x):
-        return self.head(self.vectors(self.images(x).flatten(1)))
+        x = self.images(x).flatten(1)
+        x = self.vectors(x) if self.repeats is None else checkpoint(self.vectors, x, use_reentrant=self.repeats)
+        return self.head(x)
 
 
-def norms(run, dtype=torch.float64):
+def norms(run, dtype=torch.float64, repeats=None):
     """A network with batch norms, an average of its weights, and learning rates that change by epoch.
 
     Epochs end with five samples: with two, a norm of vectors amplifies rounding.
@@ -288,7 +271,7 @@ def norms(run, dtype=torch.float64):
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(SAMPLES + 4, 2, 6, 6, generator=generator, dtype=torch.float64).to(dtype)
     labels = torch.randint(3, (len(x),), generator=generator)
-    model = Images().to(dtype)
+    model = Images(repeats).to(dtype)
     optimizer = by_sgd(model, 0.02)
     run.setup(model, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
@@ -412,16 +395,18 @@ def by_workers(run):
     return fit(run, mlp(6, 8, 1), loader_of(*vectors(), num_workers=2, persistent_workers=True), squares)
 
 
-class Ahead(DataLoader):
-    """Reads a batch ahead, as Accelerate's loaders do."""
-
-    def __iter__(self):
-        batches = super().__iter__()
-        batch = next(batches)
-        for after in batches:
-            yield batch
-            batch = after
+def ahead(batches):
+    """Read a batch ahead, as Accelerate's loaders do."""
+    batch = next(batches)
+    for after in batches:
         yield batch
+        batch = after
+    yield batch
+
+
+class Ahead(DataLoader):
+    def __iter__(self):
+        yield from ahead(super().__iter__())
 
 
 def read_ahead(run):
@@ -454,12 +439,7 @@ def prefetched(run):
     """A generator that converts the next batch before the loop computes this one."""
 
     def converted():
-        batches = ([part.clone() for part in batch] for batch in loader_of(*vectors()))
-        batch = next(batches)
-        for after in batches:
-            yield batch
-            batch = after
-        yield batch
+        return ahead([part.clone() for part in batch] for batch in loader_of(*vectors()))
 
     return fit(run, mlp(6, 8, 1), Repeated(converted), squares)
 
@@ -507,10 +487,6 @@ def own_generator(run, size=ODD):
     return *fit(run, mlp(6, 8, 1), loader, loss_of), own.get_state().double()
 
 
-def own_generator_of_equal_shares(run):
-    return own_generator(run, EVEN)
-
-
 class Noisy(Tagger):
     """Samples of 5 words; the word dimension comes first if attention returns its weights."""
 
@@ -533,7 +509,7 @@ def noisy_transformer(run, weights_needed=True, size=ODD):
     return *result, torch.get_rng_state().double()
 
 
-def noisy_transformer_of_equal_shares(run):
+def noisy_transformer_of_equal_shares(run):  # with draws at its own places in the program, for its own layout
     return noisy_transformer(run, weights_needed=False, size=EVEN)
 
 
@@ -550,10 +526,6 @@ class NoisyReader(nn.Module):
 def noisy_lstm(run, size=ODD):
     result = fit(run, NoisyReader(), loader_of(*vectors(), batch_size=size), squares)
     return *result, torch.get_rng_state().double()
-
-
-def noisy_lstm_of_equal_shares(run):
-    return noisy_lstm(run, EVEN)
 
 
 def gan(run, size=ODD, noise_like=None):
@@ -575,10 +547,6 @@ def gan(run, size=ODD, noise_like=None):
                 losses.append(loss.item())
     found = weights(generator), weights(critic), torch.tensor(losses, dtype=torch.float64)
     return *found, torch.get_rng_state().double()
-
-
-def gan_of_equal_shares(run):
-    return gan(run, EVEN, torch.randn_like)
 
 
 def sampling(run, size=ODD):
@@ -619,22 +587,6 @@ def checkpointed_dropout(run, reentrant=False):
     return *fit(run, model, loader_of(*vectors(), batch_size=ODD), loss_of), torch.get_rng_state().double()
 
 
-def checkpointed_dropout_reentrant(run):
-    return checkpointed_dropout(run, reentrant=True)
-
-
-def evaluated_alone(run):
-    """An evaluation on rank 0 alone, whose loader draws a seed, before a step with dropout."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1)).double()
-
-    def evaluate(loss):
-        if getattr(run, "global_rank", 0) == 0:
-            with torch.no_grad():
-                sum(len(x) for x, _ in loader_of(*vectors()))
-
-    return fit(run, model, loader_of(*vectors(), batch_size=ODD), squares, after_step=evaluate)
-
-
 class Augmented(TensorDataset):
     """Draws random numbers for each sample without using them, so that the samples equal the plain loop's."""
 
@@ -653,30 +605,17 @@ def augmented(run):
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        *(
-            sgd,
-            adam,
-            lbfgs,
-            accumulation,
-            paused_accumulation,
-            clipping,
-            plateau,
-            two_losses,
-            gradient_penalty,
-            padding,
-        ),
-        *(probabilities, accumulated_words, own_gradients, own_count, averages, evaluated_between, streamed),
-        *(by_workers, read_ahead, kept, prefetched, trained_in_body, augmented, dropout, noisy_transformer),
-        noisy_transformer_of_equal_shares,
-        *(
-            own_generator,
-            noisy_lstm,
-            noisy_lstm_of_equal_shares,
-            gan,
-            gan_of_equal_shares,
-            sampling,
-            checkpointed_dropout,
-        ),
-        *(checkpointed_dropout_reentrant, norms, experts, evaluated_alone),
+        *(sgd, adam, lbfgs, accumulation, clipping, two_losses, gradient_penalty, padding, probabilities),
+        *(accumulated_words, own_gradients, own_count, averages, evaluated_between, streamed, by_workers, read_ahead),
+        *(kept, prefetched, trained_in_body, augmented, dropout, noisy_transformer, own_generator, noisy_lstm, gan),
+        *(noisy_transformer_of_equal_shares, sampling, checkpointed_dropout, norms, experts),
     )
+} | {
+    "paused_accumulation": partial(accumulation, paused=True),
+    "own_generator_of_equal_shares": partial(own_generator, size=EVEN),
+    "noisy_lstm_of_equal_shares": partial(noisy_lstm, size=EVEN),
+    "gan_of_equal_shares": partial(gan, size=EVEN, noise_like=torch.randn_like),
+    "checkpointed_dropout_reentrant": partial(checkpointed_dropout, reentrant=True),
+    "checkpointed_norms": partial(norms, repeats=False),
+    "checkpointed_norms_reentrant": partial(norms, repeats=True),
 }

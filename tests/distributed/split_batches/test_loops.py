@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from distributed.data_parallel.averaged import Setup
-from distributed.sharding.test_sharding_step import made
+from distributed.data_parallel.averaged import Setup, make_step
 from distributed.small import OPTIONS
 from distributed.split_batches.loops import LOOPS, Plain, Shared, needs_kernels, trained
 from nano_loop import NanoConfigError, TorchNano
@@ -79,7 +78,7 @@ class OfTeam:
     def __init__(self, ranks):
         self.ranks, self.global_rank = ranks, ranks.rank
         ranks.context.split = SplitBatches()
-        self.loaders = made(Sharding, ranks)
+        self.loaders = make_step(Sharding, ranks)[0]
         self.averaged = Setup(ranks)
         self.norms = norms_over_all_ranks(ranks)
         self.norms.__enter__()

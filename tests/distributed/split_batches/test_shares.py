@@ -19,12 +19,6 @@ def test_weighted_means_of_shares_are_the_mean_of_the_batch(total, size):
     assert all(one.is_whole for one in shares) == (total < size or size == 1)
 
 
-@pytest.mark.parametrize(("total", "expected"), [(8, 2.0), (1, 1.0)])
-def test_share_of_a_sum_weighs_as_many_times_as_there_are_ranks(total, expected):
-    assert SplitBatches(Share.of(total, 0, 2), "sum").weight == expected
-    assert SplitBatches().weight == 1.0
-
-
 class Iteration:
     """A placeholder for a loader's iteration."""
 

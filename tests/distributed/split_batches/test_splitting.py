@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
-from distributed.sharding.test_sharding_step import made
+from distributed.data_parallel.averaged import make_step
 from nano_loop import TorchNano
 from nano_loop.distributed.comm.split_batches import SplitBatches
 from nano_loop.errors import NanoError
@@ -34,7 +34,7 @@ def stacked(samples):
 def served(ranks, loader, iterate):
     """Return the result of ``iterate(loader)`` on one rank that splits batches."""
     ranks.context.split = SplitBatches()
-    step = made(Sharding, ranks)
+    step = make_step(Sharding, ranks)[0]
     try:
         detail = step.apply(TrainingObjects(loaders=[loader]))
         return iterate(loader), detail, ranks.context.split.share
@@ -114,7 +114,7 @@ def test_iteration_by_another_thread_is_an_error(team):
 def test_loader_of_whole_batches_leaves_no_share(team):
     def loop(ranks):
         ranks.context.split = SplitBatches()
-        step = made(Sharding, ranks)
+        step = make_step(Sharding, ranks)[0]
         divided, whole = DataLoader(Numbers(), 5), DataLoader(Numbers(), 4)
         try:
             step.apply(TrainingObjects(loaders=[divided]))
