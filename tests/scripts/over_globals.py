@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nano_loop
 from nano_loop import nano
-from scripts.data import BATCH, rows
+from scripts.data import BATCH
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=BATCH)
@@ -20,8 +20,9 @@ parser.add_argument("--log-interval", type=int, default=2)
 args = parser.parse_args([])
 
 torch.manual_seed(3)
-x, y = rows().tensors
-labels = (y[:, 0] > y.median()).long()
+x = torch.rand(96, 6)
+y = x @ torch.arange(6.0)
+labels = (y > y.median()).long()
 trainloader = DataLoader(TensorDataset(x[:64], labels[:64]), batch_size=args.batch_size)
 testloader = DataLoader(TensorDataset(x[64:], labels[64:]), batch_size=32)
 net = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.LayerNorm(24), nn.Linear(24, 2))
