@@ -16,8 +16,6 @@ from distributed.launch.started import LOOP, run_cells, run_python
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-# --- as a separate program ---
-
 SCRIPT = """
 with open("ran", "a") as file:
     file.write("x")
@@ -94,8 +92,6 @@ def test_functions_typed_at_a_prompt_train_and_the_prompt_goes_on(tmp_path):
     assert found == [2, True, 2]
 
 
-# --- from a notebook ---
-
 NOTEBOOK_LOOP = """
 @nano(**OPTIONS | {"verbose": True})
 def train(model, optimizer, loader):
@@ -142,16 +138,12 @@ def test_cells_of_a_notebook_train_its_model_and_can_be_interrupted(tmp_path):
 
 
 def interrupt_when_there(file):
-    """Interrupt the process whose id appears in the file."""
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         if file.exists() and file.read_text().endswith("\n"):
             psutil.Process(int(file.read_text())).send_signal(signal.SIGINT)
             return
         time.sleep(0.1)
-
-
-# --- from this process ---
 
 
 PACKAGE = {
