@@ -102,11 +102,7 @@ def test_dict_is_what_json_gives_back():
     }
 
 
-# --- printing ---
-
-
 def printed_by(capsys, memory, *setups):
-    """Print the entries of each setup of a run, and return the lines."""
     printer = ReportPrinter(memory)
     for entries in setups:
         printer.print(entries)
