@@ -62,6 +62,8 @@ def test_lists_become_their_means(team, tmp_path, kind, make, chunk, size):
     by_rank = team(size)(averaged, kind, tmp_path, make, chunk)
     for results, lists in zip(zip(*by_rank, strict=True), zip(*map(make, range(size)), strict=True), strict=True):
         assert_means(results, lists)
+    if make is of_many_chunks_of_the_usual_size:
+        assert all(map(same_bits, *by_rank[0]))  # the same list twice
 
 
 @kinds
