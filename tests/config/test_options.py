@@ -423,14 +423,6 @@ def test_what_was_typed_is_remembered():
     assert Options(precision=64).as_written["precision"] == "precision=64"
 
 
-@pytest.mark.parametrize("name", ["as_written", "from_environment"])
-def test_what_is_remembered_is_no_option(name):
-    assert name not in OPTIONS
-    assert name not in Options().as_dict()
-    with pytest.raises(TypeError):
-        Options(**{name: 1})
-
-
 # --- external launches: tests/distributed/launch_external covers which variables belong to one ---
 
 
