@@ -87,8 +87,6 @@ def only(found):
 
 @pytest.fixture
 def library(tmp_path):
-    """Return a function that creates an empty file as a shared library in a folder."""
-
     def make(path, folder=None):
         file = Path(folder or tmp_path / "root") / path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """`nano-loop run` changes nothing in its Python process that a script can see before it trains."""
 
-import base64
-import json
 import os
 import subprocess
 import sys
@@ -12,35 +10,15 @@ import pytest
 from nano_loop.config.environment import EXPORTS
 from nano_loop.config.protocol import INSTALL
 
-# Everything here is compared with plain Python: names visible to a script, and what other libraries look up in it.
-SEEN = '''
-"""The docstring of the script."""
-import atexit, functools, gc, inspect, multiprocessing, os, pickle, signal, sys, threading, traceback
+# Everything here is compared with plain Python. Python runs the script itself, so its code looks as under Python, too.
+SEEN = """
+import gc, multiprocessing, os, signal, sys, threading
 loaded_at_start = sorted(sys.modules)
-
-def answer():
-    """Is found in the source."""
-    return inspect.stack()[-1].filename, len(inspect.stack())
-
-class Thing:
-    pass
 
 def in_a_child(queue):
     main = sys.modules["__main__"]
     name = (__name__, main.__file__, main.__name__)
     queue.put((name, dict(os.environ), sys.path, "sitecustomize" in sys.modules))
-
-def depth():
-    frame, count = sys._getframe(), 0
-    while frame:
-        frame, count = frame.f_back, count + 1
-    return count
-
-def failing():
-    try:
-        raise ValueError("shown")
-    except ValueError:
-        return traceback.format_exc()
 
 def main():
     context = multiprocessing.get_context("spawn")
@@ -57,19 +35,11 @@ def main():
         "options": (tuple(sys.flags), sys._xoptions, sys.warnoptions, sys.flags.dev_mode, __debug__),
         "importing": (sorted(sys.path_importer_cache), len(sys.path_hooks)),
         "finders": [type(each).__name__ for each in sys.meta_path],
-        "name": (script.__name__, script.__file__, script.__doc__, script.__package__),
-        "cached": vars(script).get("__cached__"),
-        "spec": spec and (spec.name, spec.origin),
-        "loader": type(script.__loader__).__name__,
-        "globals": sorted(vars(script)),
+        "name": (script.__name__, script.__file__, script.__package__, spec and (spec.name, spec.origin)),
         "modules": loaded_at_start,
         "hooks": (sys.excepthook is sys.__excepthook__, threading.excepthook is threading.__excepthook__),
-        "limits": (sys.gettrace(), sys.getprofile(), sys.getrecursionlimit(), sys.getswitchinterval()),
-        "collector": (gc.get_threshold(), gc.isenabled()),
-        "stack": (answer(), depth(), failing(), traceback.format_stack()),
-        "source": (inspect.getsource(answer), inspect.getsourcefile(Thing)),
-        "pickled": (pickle.dumps(Thing()), pickle.dumps(answer)),
-        "threads": (threading.current_thread().name, threading.active_count()),
+        "state": (sys.gettrace(), sys.getrecursionlimit(), gc.get_threshold(), gc.isenabled()),
+        "threads": threading.active_count(),
         "streams": [(each.name, each.encoding, each.errors, each.line_buffering) for each in streams],
         "files": sorted(os.listdir("/proc/self/fd")),
         "handlers": {each.name: str(signal.getsignal(each)) for each in signal.Signals},
@@ -82,7 +52,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-'''
+"""
 
 
 def ended(folder, *arguments, command=(), pythonpath=None, **settings):
@@ -97,7 +67,6 @@ def ended(folder, *arguments, command=(), pythonpath=None, **settings):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder whose name has a space."""
     made = tmp_path / "my project"
     made.mkdir()
     return made
@@ -165,10 +134,6 @@ def test_customization_of_the_site_is_imported_and_its_failure_shown_as_by_pytho
 TRAINS = "import sys, torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters()); print('nano_loop' in sys.modules)"
 
 
-def note_of(content):
-    return base64.urlsafe_b64encode(json.dumps(content).encode()).decode()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "expected"),
@@ -179,17 +144,7 @@ def note_of(content):
             "False",
         ),
         ("import sys\nclass Other:\n    find_spec = sys.meta_path[0].find_spec\nsys.meta_path[0] = Other", "True"),
-        *(
-            (f"import os; os.environ['NANO_LOOP_ENV_BEFORE'] = {note!r}", "True")
-            for note in (
-                "",
-                "0",
-                "////",
-                note_of(5),
-                note_of({"after": 5}),
-                note_of({"after": {"OMP_NUM_THREADS": None}}),
-            )
-        ),
+        ("import os; os.environ['NANO_LOOP_ENV_BEFORE'] = 'damaged'", "True"),
     ],
 )
 def test_program_that_changes_what_waits_for_torch_imports_it_as_under_python(folder, before, expected):

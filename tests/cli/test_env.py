@@ -91,7 +91,6 @@ def test_options_of_bigdl_nano_are_accepted(options, capsys):
 
 @pytest.fixture
 def without(monkeypatch):
-    """Remove the variables that the command reads."""
     for name in ("OMP_NUM_THREADS", "LD_PRELOAD", "MALLOC_CONF", "GLIBC_TUNABLES", *SETTINGS_AS_VARIABLES, EXPORTS):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch

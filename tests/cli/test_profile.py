@@ -14,15 +14,12 @@ MODEL = "nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))"
 
 
 def loop_over(rows, batch=64):
-    """Return a script with a loop over this many rows."""
     batches = f"torch.utils.data.DataLoader(torch.rand({rows}, 256), {batch})"
     return looped(batches, "verbose=False", MODEL) + "print('never printed')\n"
 
 
 @pytest.fixture
 def profile(tmp_path):
-    """Return a function that runs the command on a script."""
-
     def run(text, *options):
         (tmp_path / "train.py").write_text(text)
         command = [sys.executable, "-m", "nano_loop", "profile", *options, "train.py"]

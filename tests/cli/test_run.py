@@ -28,8 +28,6 @@ SWITCHES = [name for name, check in CHECKS.items() if may_be(True, check)]
 
 @pytest.fixture
 def script(tmp_path):
-    """Return a function that writes a script in a separate folder."""
-
     def write(text, name="train.py"):
         path = tmp_path / "project" / name
         path.parent.mkdir(exist_ok=True)
@@ -45,9 +43,6 @@ def ran(*arguments, given=b"", by=NANO_LOOP, folder=None, **variables):
     command = [*by, *map(str, arguments)]
     done = subprocess.run(command, env=environ, cwd=folder, input=given, capture_output=True, timeout=100)
     return done.returncode, done.stdout.decode(), done.stderr.decode()
-
-
-# --- as under python ---
 
 
 def test_exit_code_and_standard_streams_are_the_scripts(script):
@@ -73,7 +68,6 @@ def test_script_may_come_from_standard_input():
 
 @pytest.fixture
 def shown(script, capsys, monkeypatch):
-    """Return a function that returns what would be run."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     path = str(script(""))
 
@@ -136,9 +130,6 @@ def test_command_line_overrides_the_environment(script):
     assert ran("--precision", "bf16", path, NANO_LOOP_PRECISION="32")[:2] == (0, "bf16\n")
 
 
-# --- removed options ---
-
-
 @pytest.mark.parametrize("command", ["run", "tune", "profile"])
 @pytest.mark.parametrize("name", REMOVED)
 def test_removed_option_says_so_and_its_advice_works(command, name, capsys):
@@ -171,8 +162,6 @@ def test_search_for_a_module_imports_nothing_and_leaves_the_path(script, monkeyp
     assert sys.path == path
     assert "job" not in sys.modules
 
-
-# --- a training ---
 
 REPORTED = 'print(train.report.options["precision"], train.report["allocator"].detail)\n'
 TRAINING = looped("torch.utils.data.DataLoader(torch.rand(16, 8), 4)", options="") + REPORTED
@@ -253,6 +242,8 @@ def test_script_without_a_line_is_accelerated_with_its_children(script):
     )
     code, out, err = ran("--num-processes", "2", "-m", "train", folder=path.parent)
     assert (code, out) == (0, plain)
+    assert err.startswith("nano-loop: NANO_LOOP_NUM_PROCESSES=2: install runs in one process. ")
+    assert err.endswith("@nano_loop.nano(num_processes=...).\n")
 
 
 # `install` in a script whose children train; joblib's children do not execute the script.
@@ -302,52 +293,6 @@ def test_workers_of_joblib_share_the_cores_as_without_the_command(script, own):
     code, plain, _ = ran(path, by=[sys.executable], **own)
     assert code == 0
     assert ran(path, **own)[:2] == (0, plain)
-
-
-@pytest.mark.slow
-def test_request_of_several_processes_is_refused_with_what_works(script):
-    path = script(
-        "import sys, torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters())\n"
-        "print('it trains', file=sys.stderr); print('trained')"
-    )
-    code, out, err = ran("--num-processes", "2", path)
-    assert (code, out) == (0, "trained\n")
-    assert err.startswith("nano-loop: NANO_LOOP_NUM_PROCESSES=2: install runs in one process. ")
-    assert err.endswith("@nano_loop.nano(num_processes=...).\nit trains\n"), "it is said before the training"
-
-
-SHARED = """
-import torch
-from nano_loop import nano
-from torch.utils.data import DataLoader, TensorDataset
-
-@nano(auto_lr=False)
-def train(model, optimizer, loader):
-    for x, y in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return torch.distributed.is_initialized()
-
-torch.manual_seed(0)
-x = torch.randn(23, 3, dtype=torch.float64)
-model = torch.nn.Linear(3, 1, dtype=torch.float64)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-has_ranks = train(model, optimizer, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 5, shuffle=True))
-print(has_ranks, train.report["loaders"].status, *model.weight.flatten().tolist())
-"""
-
-
-@pytest.mark.slow
-def test_ranks_of_a_decorated_function_share_each_batch_if_the_command_says_so(script):
-    path = script(SHARED)
-    one = ran("--split-batches", path)[1].split()
-    code, out, err = ran("--num-processes", "2", "--split-batches", path)
-    two = out.split()
-    assert code == 0, err
-    assert one[0] == "False"
-    assert two[:2] == ["True", "applied"]
-    assert [*map(float, two[2:])] == pytest.approx([*map(float, one[2:])], rel=1e-12)
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from nano_loop.cpu.process import BUSY
 
 
 def loop_of(steps):
-    """Return a script that prints before and after its steps."""
     return (
         "import sys\nprint('begun', sys.argv[1:])\n"
         + looped(f"[torch.rand(4, 8)] * {steps}", "num_threads=1, fast_dropout=False")

@@ -35,9 +35,6 @@ def parameters(call):
     return [each for each in inspect.signature(call).parameters.values() if each.kind is not each.VAR_KEYWORD]
 
 
-# --- signatures ---
-
-
 @CALLS
 def test_parameters_are_the_options_in_their_order_with_their_types(call):
     types = get_type_hints(Options)
@@ -83,9 +80,6 @@ def test_arguments_in_bigdl_nano_s_order_are_these_options():
     assert options.process_group_backend == "gloo"
     for used in (train.report.options, options.as_dict()):
         assert (used["precision"], used["channels_last"], used["auto_lr"]) == ("bf16-mixed", True, False)
-
-
-# --- docstrings ---
 
 
 @CALLS

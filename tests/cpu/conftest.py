@@ -10,5 +10,4 @@ from .recording import unpack
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that unpacks a recorded machine and returns its root folder."""
     return lambda name: unpack(f"{name}.txt", tmp_path)

@@ -10,7 +10,6 @@ MACHINES = Path(__file__).parent / "machines"
 
 
 def unpack(recording: str, root: Path) -> Path:
-    """Write every file of the machine below `root`, and return `root`."""
     paths: list[str] = []
     content: list[str] = []
     for line in (MACHINES / recording).read_text(encoding="utf-8").splitlines():
@@ -68,7 +67,6 @@ def fill(text: str, cpu: str, root: Path) -> str:
 
 
 def machine_of(*cpus: LogicalCpu, **fields: object) -> Machine:
-    """Return a made-up machine."""
     defaults = {"name": "test", "architecture": "x86_64", "allowed": tuple(cpu.id for cpu in cpus)}
     return Machine(logical_cpus=cpus, **{**defaults, **fields})
 

@@ -19,9 +19,6 @@ def test_one_cache_over_two_nodes_does_not_hide_their_boundary():
     assert [share.cpus for share in partition(machine_of(*cpus, quota=4), 2)] == [(0, 1), (3, 4)]
 
 
-# --- errors ---
-
-
 @pytest.mark.parametrize(
     ("machine", "message"),
     [
@@ -154,9 +151,6 @@ def test_all_that_is_wrong_with_the_lists_is_said_at_once(recorded):
         "cpu_for_each_process has CPU 4-5 in more than one list: a CPU computes for one process. "
         "Remove it from the others.",
     ]
-
-
-# --- properties that one process sees ---
 
 
 def test_a_process_sees_its_own_cpus_and_its_part_of_the_quota():

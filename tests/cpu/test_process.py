@@ -2,53 +2,50 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from nano_loop.cpu import memory_left, peak_memory, process, resident_memory
+from nano_loop.cpu.process import Waits
 from nano_loop.cpu.tree import Tree
 
 MB = 2**20
-CHILD = "from nano_loop.cpu import peak_memory; before = peak_memory(); {use}; print(peak_memory() - before)"
 
 
-def growth(use: str) -> int:
-    done = subprocess.run([sys.executable, "-c", CHILD.format(use=use)], capture_output=True, text=True, check=True)
-    return int(done.stdout)
+def printed(program: str, command: Sequence[str] = (sys.executable, "-c")) -> str:
+    return subprocess.run([*command, program], capture_output=True, text=True, check=True).stdout
 
 
 def test_peak_is_kept_after_the_memory_is_given_back() -> None:
-    assert 95 * MB < growth("block = bytes([1]) * (100 << 20); del block") < 110 * MB
+    use = "before = peak_memory(); block = bytes([1]) * (100 << 20); del block; print(peak_memory() - before)"
+    assert 95 * MB < int(printed(f"from nano_loop.cpu import peak_memory; {use}")) < 110 * MB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone lets ru_maxrss begin at what the parent had")
 def test_peak_of_a_child_does_not_include_what_its_parent_has_had() -> None:
     child = "from nano_loop.cpu.process import peak_memory; print(peak_memory())"
     parent = f"import subprocess, sys; b = bytes([1]) * (1 << 30); subprocess.run([sys.executable, '-c', {child!r}])"
-    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 900 * MB
-
-
-def test_without_proc_the_system_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(process, "Tree", lambda _: Tree(tmp_path))
-    assert peak_memory() > 10 * MB
+    assert int(printed(parent)) < 900 * MB
 
 
 def test_resident_memory_grows_by_what_is_written_and_falls_when_it_is_given_back() -> None:
     use = "a = now(); block = bytes([1]) * (100 << 20); b = now(); del block; print(b - a, b - now())"
-    child = f"from nano_loop.cpu import resident_memory as now; {use}"
-    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
-    assert all(95 * MB < int(number) < 110 * MB for number in done.stdout.split())
+    numbers = printed(f"from nano_loop.cpu import resident_memory as now; {use}").split()
+    assert all(95 * MB < int(number) < 110 * MB for number in numbers)
 
 
-def test_without_proc_no_memory_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_the_system_is_asked_for_the_peak_and_no_other_memory_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(process, "Tree", lambda _: Tree(tmp_path))
+    assert peak_memory() > 10 * MB
     monkeypatch.setattr("builtins.open", missing)
     assert resident_memory() is None
-
-
-def missing(*_: object, **__: object) -> None:
-    raise FileNotFoundError
 
 
 MEMINFO = {"/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\nSwapFree: 100 kB\n"}
@@ -113,6 +110,44 @@ def test_cgroup_leaves_what_is_free_or_can_be(tmp_path: Path, files: dict[str, o
 @pytest.mark.parametrize("name", ["v", "d"])
 def test_ulimit_leaves_what_the_process_has_not_taken(name: str) -> None:
     child = "from nano_loop.cpu import memory_left; from nano_loop.cpu.tree import Tree; print(memory_left(Tree('/')))"
-    limited = ["bash", "-c", f'ulimit -{name} 4000000; exec "$0" -c "{child}"', sys.executable]
-    found = eval(subprocess.run(limited, capture_output=True, text=True, check=True).stdout)
+    limited = f'ulimit -{name} 4000000; exec "{sys.executable}" -c "{child}"'
+    found = eval(printed(limited, ("bash", "-c")))
     assert 3000000 << 10 < found[f"ulimit -{name}"] < 4000000 << 10
+
+
+def write(tasks: Path, **threads: str) -> None:
+    for name, text in threads.items():
+        (tasks / name).mkdir(exist_ok=True)
+        (tasks / name / "schedstat").write_text(text)
+
+
+def test_share_is_of_the_time_since_the_beginning(tmp_path: Path) -> None:
+    write(tmp_path, t1="1000 5000 3\n", t2="0 0 0\n")
+    waits = Waits(tmp_path)
+    write(tmp_path, t1="1600 5300 9\n", t2="0 0 0\n", t3="0 100 1\n")
+    assert waits.share() == pytest.approx(400 / 1000)
+
+
+@pytest.mark.parametrize("text", ["", "1 2", "words and words"])
+def test_nothing_is_known_where_the_system_does_not_count(tmp_path: Path, text: str) -> None:
+    write(tmp_path, t1=text)
+    assert Waits(tmp_path).share() is None
+
+
+BUSY = """
+import os, subprocess, sys, time
+from nano_loop.cpu.process import Waits
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+waits, end = Waits(), time.monotonic() + 1
+while time.monotonic() < end:
+    pass
+other.kill()
+other.wait()
+print(waits.share())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts waits")
+def test_process_that_shares_its_cpu_waits_for_it() -> None:
+    assert 0.3 < float(printed(BUSY)) < 0.95

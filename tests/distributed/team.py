@@ -90,7 +90,6 @@ class _Pipe:
 
 
 def serve(fds, rank, size, store):
-    """Serve calls in one process of a team."""
     torch.set_num_threads(1)
     pipe = _Pipe(*fds)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

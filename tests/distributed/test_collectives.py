@@ -4,7 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ from nano_loop import TorchNano, is_global_zero, nano
 
 
 def everything():
-    """Return the result of each function."""
     rank = nano_loop.global_rank()
     reduced = nano_loop.all_reduce({"mean": torch.tensor([rank, 3.0]), "number": float(rank)})
     return {
@@ -96,11 +95,8 @@ def numbers():
 
 
 def in_a_thread(function):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 def loss_s_gradient(reduce):

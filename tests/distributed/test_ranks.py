@@ -6,18 +6,9 @@ import pytest
 import torch
 from torch import distributed
 
-from nano_loop.distributed.comm.ranks import ALONE, Ranks, by_host, wait_until
+from nano_loop.distributed.comm.ranks import Ranks, by_host, wait_until
 from nano_loop.distributed.launch.group import gradient_group
 from nano_loop.errors import NanoError, NanoWorkerError, RankLateError
-
-
-def test_alone_everything_stays_what_it_is():
-    tensor = torch.arange(3.0)
-    assert ALONE.broadcast("x") == "x"
-    assert ALONE.gather("x") == ["x"]
-    assert ALONE.mean(tensor).equal(tensor)
-    ALONE.broadcast_tensors([tensor])
-    ALONE.barrier()
 
 
 def test_tensors_travel_whatever_their_layout(team):

@@ -54,7 +54,6 @@ FAULTS = [
     Fault(
         "rank 0 raises BrokenPipeError of the loop's own pipe", at(0, 3, raising(BrokenPipeError, 32, "Broken pipe"))
     ),
-    Fault("rank 0 raises GeneratorExit", at(0, 3, raising(GeneratorExit))),
     Fault("rank 0 raises MemoryError", at(0, 3, raising(MemoryError))),
     Fault("rank 0 calls sys.exit(3)", at(0, 3, lambda: sys.exit(3))),
     Fault("rank 0 calls sys.exit(0)", at(0, 3, lambda: sys.exit(0))),

@@ -3,7 +3,6 @@
 import ctypes
 import faulthandler
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -26,23 +25,6 @@ def _signalled(number):
 
 def _kill():
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _abort():
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    ctypes.CDLL(None).abort()
-
-
-def _overflow():
-    """Overflow the C stack."""
-    comparing = ctypes.CFUNCTYPE(ctypes.c_int)
-
-    def deeper():
-        return again()
-
-    again = comparing(deeper)
-    sys.setrecursionlimit(1 << 30)
-    again()
 
 
 def _endless():
@@ -103,8 +85,6 @@ FAULTS = [
     Fault("a worker calls sys.exit(0)", at(1, 3, lambda: sys.exit(0))),
     Fault("a worker calls sys.exit(3)", at(1, 3, lambda: sys.exit(3))),
     Fault("a worker calls sys.exit with words", at(1, 3, lambda: sys.exit("bye")), quick=True),
-    Fault("a worker calls abort() in C", at(1, 3, _abort)),
-    Fault("a worker uses up the stack of C", at(1, 3, _overflow)),
     Fault("a worker reads address 0", at(1, 3, lambda: ctypes.string_at(0))),
     Fault("a worker with faulthandler crashes", at(1, 3, _faulthandler)),
     Fault("a worker ends, and its child in another session continues", _leave_child_behind, quick=True),

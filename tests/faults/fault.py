@@ -12,38 +12,17 @@ class Fault:
     """A row of the table.
 
     Nothing may be left behind after a fault, and the process must train again at once; rows do not repeat this.
-
-    Parameters
-    ----------
-    what : str
-        The event as a noun clause; the row's name here and on the page.
-    commit : callable
-        Commits the fault: raises the user's exception, or returns if training continues.
-    seconds : float
-        Limit for the whole fault, from the call to the error.
-    begins : bool
-        Whether this includes the start of Python and the import of torch, which takes long on a busy machine.
-    travels : bool
-        Whether the worker's exception is the cause of the error; False if it cannot be sent.
-    leaves : tuple of str
-        Leftovers that one process would leave as well: prefixes of `verdict`'s descriptions.
-    apart : bool
-        Whether it needs a dedicated process.
-    as_root : bool
-        Whether only root can cause it.
-    quick : bool
-        Whether it is part of ``make test``.
     """
 
-    what: str
-    commit: Callable[[], object]
-    seconds: float = 10.0
-    begins: bool = False
-    travels: bool = True
-    leaves: tuple[str, ...] = ()
-    apart: bool = False
-    as_root: bool = False
-    quick: bool = False
+    what: str  # the event as a noun clause; the row's name here and on the page
+    commit: Callable[[], object]  # commits the fault: raises the user's exception, or returns if training continues
+    seconds: float = 10.0  # limit for the whole fault, from the call to the error
+    begins: bool = False  # whether this includes the start of Python and the import of torch, slow on a busy machine
+    travels: bool = True  # whether the worker's exception is the cause of the error; False if it cannot be sent
+    leaves: tuple[str, ...] = ()  # prefixes of `verdict`'s descriptions of what one process would leave as well
+    apart: bool = False  # whether it needs a dedicated process
+    as_root: bool = False  # whether only root can cause it
+    quick: bool = False  # whether it is part of ``make test``
 
     @property
     def name(self) -> str:

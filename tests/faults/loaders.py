@@ -43,8 +43,6 @@ def _loaded(rank, do, processes=1, **settings):
 
 
 class NextRows(Dataset):
-    """Returns the next row, whatever the index."""
-
     def __init__(self):
         self.row = 0
 

@@ -64,11 +64,6 @@ def _after_import(change):
     return commit
 
 
-def _ending(file, module):
-    file.write_text(f"import os\nif os.getpid() != {os.getpid()}:\n    os._exit(8)\n{_SOURCE.format('pass')}")
-    importlib.reload(module)
-
-
 def _edited(file, module):
     file.write_text(_SOURCE.format("raise ValueError(state)"))
 
@@ -92,7 +87,6 @@ FAULTS = [
         with_argument(Arriving(lambda: time.sleep(30)), timeout=2),
     ),
     Fault("a module of an argument has vanished", _after_import(lambda file, module: file.unlink()), begins=True),
-    Fault("a module of an argument ends its process when it is imported", _after_import(_ending), begins=True),
     Fault("a module of an argument was edited since its import", _after_import(_edited), begins=True),
     Fault("worker_init raises", with_argument(None, worker_init=raising(LookupError, "no such library"))),
     Fault("worker_init calls sys.exit(3)", with_argument(None, worker_init=lambda: sys.exit(3))),

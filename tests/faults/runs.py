@@ -1,6 +1,7 @@
 """The runs in which faults are committed, and helpers that place a fault in a run."""
 
 import contextlib
+import functools
 import itertools
 import os
 import select
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import torch
 from distributed import small
@@ -61,7 +63,6 @@ def on(rank, do, other=lambda: None, **options):
 
 
 def collective():
-    """Wait in a torch collective for the other rank."""
     distributed.all_reduce(torch.ones(1))
 
 
@@ -90,32 +91,12 @@ def _called(do):
 
 
 def with_argument(argument, **options):
-    """Return a function that trains on two ranks, with an argument."""
     return lambda: run(lambda rank, step: None, argument, **options)
 
 
-@contextlib.contextmanager
-def attribute(owner, name, value):
-    """Replace an attribute within the body."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def environ(**values):
-    """Set environment variables within the body; None removes one."""
-    before = {name: os.environ.get(name) for name in values}
-    try:
-        for name, value in values.items():
-            _put(name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            _put(name, value)
+# Within the body, ``attribute(owner, name, value)`` replaces an attribute, and ``environ(NAME=value)`` sets variables.
+attribute = mock.patch.object
+environ = functools.partial(mock.patch.dict, os.environ)
 
 
 @contextlib.contextmanager
@@ -123,10 +104,6 @@ def temporary(folder):
     """Set the folder for temporary files within the body."""
     with attribute(tempfile, "tempdir", str(folder)), environ(TMPDIR=str(folder)):
         yield
-
-
-def _put(name, value):
-    os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
 
 
 _SCRIPT = """
@@ -147,7 +124,6 @@ def script(text):
 
 
 def python(text, *arguments, **options):
-    """Run a program until it exits, and return its standard output."""
     path, variables = script(text)
     command = [sys.executable, str(path), *map(str, arguments)]
     settings = {"env": variables, "capture_output": True, "text": True, "timeout": 60} | options

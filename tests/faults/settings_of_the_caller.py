@@ -37,7 +37,6 @@ def _raises(*arguments):
 
 @contextlib.contextmanager
 def _undone(do, undo):
-    """Do something, and undo it after the body."""
     do()
     try:
         yield

@@ -10,8 +10,6 @@ from faults.runs import at, attribute, script, train
 
 
 class Raising:
-    """A stream of the program that raises."""
-
     def write(self, text):
         raise OSError("of the stream")
 

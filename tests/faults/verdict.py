@@ -97,9 +97,6 @@ def _trains_again():
     return [f"{_SLOW}{took:.1f} s to train again"] if took > _SOON else [] if steps == 2 else [f"trained {steps} steps"]
 
 
-# --- leftovers ---
-
-
 def _state():
     return {"process": process_state() | _settings(), "masks": affinity_masks(), "things": _things()}
 

@@ -1,6 +1,5 @@
 """The ambient mode sets up what a program trains where it trains, and results equal those without it."""
 
-import copy
 import gc
 import io
 import threading
@@ -130,23 +129,12 @@ def by_closures():
     return [net]
 
 
-def with_raw_parameters_put_in():
-    net = nn.Linear(3, 2)
-    net._parameters["weight"] = nn.Parameter(torch.ones(2, 3))
-    return [fit(net, adam(net))]
-
-
 def loaded():
     stream = io.BytesIO()
     net = nn.Linear(3, 2)
     torch.save((net, adam(net)), stream)
     stream.seek(0)
     return [fit(*torch.load(stream, weights_only=False))]
-
-
-def copied():
-    net = nn.Linear(3, 2)
-    return [fit(*copy.deepcopy((net, adam(net))))]
 
 
 def frozen_teacher():
@@ -206,9 +194,7 @@ PROGRAMS = {
     an_optimizer_for_each_parameter: ["Linear, trained by SGD"],
     without_a_module: ["Adam does not train a module that is called"],
     by_closures: ["Linear, trained by LBFGS", "Linear, trained by SGD"],
-    with_raw_parameters_put_in: ["Linear, trained by Adam"],
     loaded: ["Linear, trained by Adam"],
-    copied: ["Linear, trained by Adam"],
     frozen_teacher: ["Linear, trained by Adam"],
     with_parameters_put_in_for_a_call: ["Linear, trained by Adam"],
     unfrozen_later: ["Sequential, trained by SGD"],

@@ -60,13 +60,17 @@ CASES = {
 }
 
 
+def printed(program: str, *arguments: object) -> str:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_first_step_that_is_too_large_is_an_error_with_the_layer(case: str) -> None:
-    command = [sys.executable, "-c", PROGRAM, *map(str, CASES[case][:-1])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    text = done.stdout
+    text = printed(PROGRAM, *CASES[case][:-1])
     assert CASES[case][-1] in text
     if not case.startswith("nothing"):
         assert ("(Linear)" in text) == (not case.startswith("step"))
@@ -115,40 +119,26 @@ print(json.dumps(train.report["memory"].data.as_dict()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32", "bf16"])
 @pytest.mark.parametrize(
-    ("sequences", "words", "limit"), [(12, 128, 900), (24, 128, 1400), (8, 512, 2000), (24, 128, 100_000)]
+    ("shape", "limit", "precision", "moments", "layers", "kind"),
+    [
+        *(
+            (shape, limit, precision, "32", 4, "")
+            for shape, limit in (((12, 128), 900), ((24, 128), 1400), ((8, 512), 2000), ((24, 128), 100_000))
+            for precision in ("32", "bf16")
+        ),
+        *(
+            ((2, 8), 100_000, precision, moments, 24, "")
+            for precision, moments in (("32", "bf16"), ("bf16-true", "32"), ("bf16-true", "bf16"))
+        ),
+        *((shape, 100_000, "32", "32", layers, "foreach") for shape, layers in (((2, 8), 24), ((24, 128), 4))),
+    ],
+    ids=str,
 )
-def test_peak_is_predicted_within_a_tenth(sequences: int, words: int, limit: int, precision: str) -> None:
-    found = predicted(sequences, words, limit, precision)
+def test_peak_is_predicted_within_a_tenth(shape, limit, precision, moments, layers, kind) -> None:
+    found = json.loads(printed(PREDICTED, *shape, limit, precision, moments, layers, kind))
     assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
     assert sum(found["parts"].values()) == pytest.approx(found["peak"], rel=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "moments"), [("32", "bf16"), ("bf16-true", "32"), ("bf16-true", "bf16")])
-def test_states_in_another_dtype_than_the_weights_are_predicted(precision: str, moments: str) -> None:
-    found = predicted(2, 8, 100_000, precision, moments, layers=24)
-    assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sequences", "words", "layers"), [(2, 8, 24), (24, 128, 4)])
-def test_temporary_tensors_of_a_foreach_step_are_predicted(sequences: int, words: int, layers: int) -> None:
-    found = predicted(sequences, words, 100_000, "32", layers=layers, kind="foreach")
-    assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
-
-
-def predicted(
-    sequences: int, words: int, limit: int, precision: str, moments: str = "32", layers: int = 4, kind: str = ""
-) -> dict[str, Any]:
-    numbers = map(str, (sequences, words, limit))
-    command = [sys.executable, "-c", PREDICTED, *numbers, precision, moments, str(layers), kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    print(f"{sequences} × {words}, {precision}: {found['predicted'] / MB:.0f} MB of {found['peak'] / MB:.0f}")
-    return found
 
 
 AGAIN = """
@@ -190,18 +180,12 @@ else:
 """
 
 
-def again(*arguments: object) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", AGAIN, *map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "more"), [(64, 400), (2000, 550)]
 )  # 101 MB each of weights and gradients, 201 of states
 def test_gradients_and_states_of_an_earlier_run_count_once(rows: int, more: int) -> None:
-    for line in again("after a run", 1024, 24, rows, more):
+    for line in printed(AGAIN, "after a run", 1024, 24, rows, more).splitlines():
         found = json.loads(line)
         assert sum(found["parts"].values()) == pytest.approx(found["peak"], rel=0.02)
         assert found["predicted"] == pytest.approx(found["peak"], rel=0.1)
@@ -210,7 +194,7 @@ def test_gradients_and_states_of_an_earlier_run_count_once(rows: int, more: int)
 @pytest.mark.slow
 def test_smaller_batch_may_follow_one_that_was_too_large() -> None:
     # 50 KB for a row, and 201 MB besides
-    error, rows = again("in a run", 1024, 12, 16_000, 700)
+    error, rows = printed(AGAIN, "in a run", 1024, 12, 16_000, 700).splitlines()
     assert "memory_limit=" in error
     assert rows == "8000"
 

@@ -18,14 +18,6 @@ def report(*results, **fields):
     return SetupReport("nano_loop 1", results=list(results), **fields)
 
 
-def test_text_has_a_line_a_result_under_the_title():
-    assert str(report(FUSED, FETCH)).splitlines() == [
-        "nano_loop 1",
-        "  applied  fused_optimizer     AdamW",
-        "  skipped  fast_fetch          there is no loader",
-    ]
-
-
 @pytest.mark.parametrize("name", [step.name for step in STEPS])
 def test_details_of_every_step_begin_in_one_column(name):
     line = str(StepResult(name, "applied", "detail"))
@@ -102,11 +94,7 @@ def test_dict_is_what_json_gives_back():
     }
 
 
-# --- printing ---
-
-
 def printed_by(capsys, memory, *setups):
-    """Print the entries of each setup of a run, and return the lines."""
     printer = ReportPrinter(memory)
     for entries in setups:
         printer.print(entries)

@@ -45,7 +45,6 @@ class Loop:
 
 @pytest.fixture
 def made(monkeypatch):
-    """Make loops that are closed at the end."""
     before, loops = torch.get_num_threads(), []
 
     def make(choices, **options):

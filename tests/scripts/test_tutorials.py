@@ -1,8 +1,8 @@
-"""The code of the README and of each page of docs/tutorials runs, and prints what the page shows."""
+"""The code of each page of docs/tutorials runs, and prints what the page shows; tests/test_readme.py runs others."""
 
 import pytest
 
-from scripts.snippets import ROOT, as_a_script, blocks, check, in_a_notebook
+from scripts.snippets import ROOT, as_a_script, check, in_a_notebook
 
 NEEDED = {"images": "torchvision"}
 OF_LIBRARIES = {"language-model"}  # their requirements are in the environment of tests/libraries
@@ -12,21 +12,12 @@ PAGES = [
     for path in sorted((ROOT / "docs/tutorials").glob("*.md"))
     if path.stem not in OF_LIBRARIES
 ]
-WAYS = pytest.mark.parametrize("run", [as_a_script, in_a_notebook])
 
 
-@WAYS
+@pytest.mark.parametrize("run", [as_a_script, in_a_notebook])
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES)
 def test_tutorial_runs_and_prints_what_it_shows(page, run, tmp_path):
     if page in NEEDED:
         pytest.importorskip(NEEDED[page])
     check(f"docs/tutorials/{page}.md", run, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/options.md"])
-def test_examples_of_a_page_run_in_a_notebook(page, tmp_path):
-    """`tests/test_readme.py` runs them as scripts."""
-    for block in blocks(page, "python"):
-        in_a_notebook([block], tmp_path)

@@ -27,7 +27,6 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a file."""
     (tmp_path / "folder").mkdir(mode=0o700)
     (tmp_path / "folder/file").write_bytes(b"own")
     return tmp_path / "folder"
@@ -86,9 +85,6 @@ def test_file_of_more_than_the_limit_is_not_read(folder):
     os.truncate(folder / "file", 1 << 40)
     with opened_folder(folder) as descriptor, pytest.raises(OSError, match="has more than 100 bytes"):
         read_file("file", descriptor, 100)
-
-
-# --- who else can replace a folder ---
 
 
 def refused(folder):

@@ -12,7 +12,6 @@ NAMES = ("a", "b", "c", "link", "d", "d/a", "d/b", "d/e", "d/e/a", "link/a", "f"
 
 
 def fill(folder):
-    """Fill an empty folder."""
     for name in ("d/e", "f"):
         (folder / name).mkdir(parents=True)
     for name in ("a", "b", "d/a", "d/e/a", "f/a"):
@@ -99,7 +98,6 @@ def raw(path):
 
 
 def on_one():
-    """Return the operations on one path, with the functions that are installed now."""
     return {
         **{mode: opened(mode) for mode in ("r", "w", "a", "x", "r+", "w+", "rb", "wb", "ab", "xb", "a+")},
         "append": descriptor(os.O_WRONLY | os.O_APPEND),
@@ -142,7 +140,6 @@ def on_one():
 
 
 def on_two():
-    """Return the operations on two paths."""
     return {
         "rename": os.rename,
         "replace": os.replace,
@@ -166,7 +163,6 @@ def given(operate, *paths):
 
 
 def contents():
-    """Return everything in the working folder."""
     found = []
     for folder, folders, files in os.walk("."):
         for name in sorted((*folders, *files)):

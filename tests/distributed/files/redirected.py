@@ -4,7 +4,6 @@ Each check runs in a folder of its own name within FOLDER, which must be unchang
 """
 
 import ctypes
-import inspect
 import json
 import multiprocessing
 import os
@@ -23,7 +22,6 @@ CAPTURED = {"replace": os.replace, "libc": ctypes.CDLL(None, use_errno=True)}  #
 
 
 def outcome(do, *arguments, **options):
-    """Return the result, or the kind of the error."""
     try:
         return do(*arguments, **options)
     except OSError as error:
@@ -48,7 +46,6 @@ def functions():
         return {
             "by name": [pickle.loads(pickle.dumps(each)) is each for each in (open, os.replace, shutil.rmtree)],
             "named": [pickle.dumps(each, 0).decode().split()[:2] for each in (open, os.replace, os.stat)],
-            "signature": [str(inspect.signature(each)) for each in (open, os.replace, shutil.rmtree)],
             "names": [file.name, raw.name],
             "sets": [os.stat in os.supports_dir_fd, os.scandir in os.supports_fd, os.open in os.supports_dir_fd],
             "removed": outcome(Reader().removed, "nowhere"),

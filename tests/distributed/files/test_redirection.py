@@ -5,8 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,20 +20,9 @@ CHECKS += ("unseen", "removed_and_made_again", "forked")
 TOUCHED = ("not_redirected", "unseen", "removed_and_made_again")
 
 
-@dataclass
-class Found:
-    """The results of one program, its errors, and its folder."""
-
-    checks: dict
-    stderr: str
-    folder: Path
-    cache: list
-    changed: list
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Run all checks of `redirected`, each in its own folder."""
+    """Run all checks of `redirected`, each in its own folder; return their results, and what the program has left."""
     place = tmp_path_factory.mktemp("redirected")
     folder, cache = place / "folder", place / "cache"
     cache.mkdir()
@@ -47,7 +35,10 @@ def found(tmp_path_factory):
     done = subprocess.run(program, env=environment(XDG_CACHE_HOME=cache), capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     changed = [name for name in checks if contents(folder / name) != before[name]]
-    return Found(json.loads(done.stdout), done.stderr, folder, sorted(path.name for path in cache.iterdir()), changed)
+    cached = sorted(path.name for path in cache.iterdir())
+    return SimpleNamespace(
+        checks=json.loads(done.stdout), stderr=done.stderr, folder=folder, cache=cached, changed=changed
+    )
 
 
 def prepare(name, folder):
@@ -67,8 +58,6 @@ def test_functions_are_like_the_ones_they_replace(found):
     found = found.checks["functions"]
     assert found["by name"] == [True] * 3
     assert found["named"] == [["cio", "open"], ["cos", "replace"], ["cos", "stat"]]
-    assert found["signature"][1] == "(src, dst, *, src_dir_fd=None, dst_dir_fd=None)"
-    assert found["signature"][0].startswith("(file, mode='r', buffering=-1")
     assert found["names"] == ["new", "new"]
     assert found["sets"] == [True] * 3
     assert found["removed"] == "FileNotFoundError"

@@ -62,17 +62,12 @@ def added_to_a_database(out):
     connection.execute("create table new (value)")
 
 
-def new_database(out):
-    sqlite3.connect(out / "mine")
-
-
 UNGUARDED = {
     written_into_a_new_folder: "new/file",
     written_over_the_callers: "file",
     read_where_the_rank_has_written: "mine",
     written_into_a_renamed_folder: "done/file",
     added_to_a_database: "file",
-    new_database: "mine",
 }
 
 

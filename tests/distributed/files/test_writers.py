@@ -15,7 +15,6 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def contents(folder):
-    """Return everything in a folder, by path."""
     return {str(path.relative_to(folder)): content(path) for path in sorted(folder.rglob("*"))}
 
 

@@ -11,7 +11,6 @@ import logging
 import lzma
 import mmap
 import os
-import pickle
 import shutil
 import sqlite3
 import tarfile
@@ -27,8 +26,6 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 from torch import save as save_by_name
-
-# --- checkpoints ---
 
 
 def saved_by_path(value):
@@ -115,16 +112,6 @@ def latest_linked(value):
     return Path("run/latest/model").read_text(), os.readlink("run/latest"), os.listdir("run/1").sort()
 
 
-def numbered_run(value):
-    """Write to the first folder of a numbered series that does not exist yet."""
-    number = 0
-    while os.path.exists(f"run{number}"):
-        number += 1
-    os.makedirs(f"run{number}/weights")
-    Path(f"run{number}/weights/last").write_text(str(value))
-    return Path(f"run{number}/weights/last").read_text()
-
-
 def traced(value):
     with torch.profiler.profile(acc_events=True) as profile:
         torch.ones(2) + value
@@ -132,9 +119,6 @@ def traced(value):
     is_read = "traceEvents" in json.loads(Path("trace.json").read_text())
     os.remove("trace.json")  # differs between runs
     return is_read
-
-
-# --- arrays ---
 
 
 def arrays(value):
@@ -152,31 +136,6 @@ def arrays(value):
     again.flush()
     read = np.load("array.npy"), np.load("arrays.npz")["array"], np.loadtxt("array.txt"), np.fromfile("array.raw", int)
     return [each.tolist() for each in (*read, np.load("array.npy", mmap_mode="r"), np.memmap("array.map", dtype=int))]
-
-
-# --- logs, text, archives, images ---
-
-
-def text(value):
-    Path("text").write_text(str(value))
-    Path("bytes").write_bytes(bytes([value]))
-    Path("touched").touch()
-    with open("printed", "w") as file:
-        print(value, file=file)
-    with open("pickled", "wb") as file:
-        pickle.dump(value, file)
-    with open("state.json", "w") as file:
-        json.dump({"value": value}, file)
-    with open("raw", "wb", 0) as raw:
-        raw.write(bytes([value]))
-    descriptor = os.open("opened", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.write(descriptor, bytes([value]))
-    os.close(descriptor)
-    with open("new", "x") as file:
-        file.write(str(value))
-    os.truncate("text", 0)
-    os.chmod("text", 0o600)
-    return {path.name: path.read_bytes() for path in sorted(Path().iterdir())}
 
 
 def logs(value):
@@ -265,8 +224,8 @@ WRITERS = {
     each.__name__: each
     for each in (
         *(saved_by_path, mapped, saved_by_name, best_copied, saved_atomically, last_three_kept),
-        *(traced, numbered_run, descriptors, by_fsspec, database_read),
-        *(folder_renamed_when_complete, started_anew, latest_linked, arrays, text, logs),
+        *(traced, descriptors, by_fsspec, database_read),
+        *(folder_renamed_when_complete, started_anew, latest_linked, arrays, logs),
         *(compressed, images, folders),
     )
 }

@@ -87,13 +87,11 @@ def run_python(*arguments, folder, stdin=None, **variables):
 
 
 def free_port():
-    """Return an unused TCP port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 def torchrun(*options):
-    """Return the command line of torchrun without the script."""
     return [sys.executable, "-m", "torch.distributed.run", *map(str, options)]
 
 
@@ -152,6 +150,5 @@ print(json.dumps([shown_by(cell) for cell in notebook.cells]))
 
 
 def run_cells(cells, folder):
-    """Run cells in a notebook, and return the output of each."""
     shown, _ = run_python("-c", RUN_CELLS, folder=folder, stdin=json.dumps(cells), JUPYTER_PLATFORM_DIRS=1)
     return shown

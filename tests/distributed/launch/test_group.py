@@ -105,9 +105,6 @@ def test_gloo_that_is_asked_for_is_on_the_loopback_alone_whatever_the_environmen
         assert os.environ["GLOO_SOCKET_IFNAME"] == name
 
 
-# --- the folder ---
-
-
 @pytest.mark.parametrize("umask", [0o000, 0o777])
 def test_folder_is_this_user_s_alone_whatever_the_umask(umask):
     before = os.umask(umask)

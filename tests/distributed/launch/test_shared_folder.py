@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="nothing
 
 @pytest.fixture(scope="module")
 def gone():
-    """Return the id of a process that has exited."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid

@@ -52,19 +52,25 @@ def tell(*values):
         json.dump(values, file)
 
 """
-# Two runs with the defaults, one on the CPUs in LISTS, and one in a process group of the user.
+# Two runs with the defaults, one on the CPUs in LISTS, and two in a process group of the user, the last with a DDP.
 RUNS = """
+def with_ddp():
+    model, _, loader = parts(4)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    train = nano(**OPTIONS | {"num_processes": None, "auto_lr": True})(fit)
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=args.lr), loader)
+    return weights(model), train.report["learning_rate"].detail
+
 first, second = found(), found()
 lists = {"num_processes": 2, "cpu_for_each_process": json.loads(os.environ["LISTS"])}
 listed = found(nano(**OPTIONS | lists)(train.__wrapped__))
 torch.distributed.init_process_group("gloo")
-tell(first, second, listed, found())
+tell(first, second, listed, found(), with_ddp())
 torch.distributed.destroy_process_group()
 """
 
 
 def told(folder, size=2):
-    """Return the values reported by each rank."""
     return [json.loads((folder / f"found {rank}").read_text()) for rank in range(size)]
 
 
@@ -86,11 +92,14 @@ def expected():
 
 
 @pytest.mark.slow
-def test_torchrun_on_one_host_trains_twice_on_lists_of_cpus_and_in_a_group_of_the_user_s(tmp_path, expected):
+def test_torchrun_on_one_host_trains_twice_on_lists_of_cpus_and_in_a_group_and_a_ddp_of_the_user_s(tmp_path, expected):
     cpus = read_machine().allowed
     lists = [[cpus[-1]], [cpus[0]]] if hasattr(os, "sched_setaffinity") else None
     runs = run([torchrun("--nproc-per-node", 2)], tmp_path, RUNS, OMP_NUM_THREADS=2, LISTS=json.dumps(lists))
-    assert [len(each) for each in runs] == [4, 4]
+    assert [len(each) for each in runs] == [5, 5]
+    for weights, rate in (runs[0].pop(), runs[1].pop()):
+        assert weights == expected
+        assert "your own DistributedDataParallel" in rate
     for each in (*runs[0], *runs[1]):
         assert each["size"] == 2
         assert each["weights"] == expected
@@ -164,24 +173,6 @@ def test_two_agents_of_torchrun_make_one_run(tmp_path, expected, host_of, way):
     for each in (*runs[0], *runs[1]):
         assert (each["size"], each["weights"], each["left as it was"]) == (2, expected, True)
         assert way in each["way"]
-
-
-OWN_DDP = """
-torch.distributed.init_process_group("gloo")
-model, _, loader = parts(4)
-ddp = torch.nn.parallel.DistributedDataParallel(model)
-train = nano(**OPTIONS | {"num_processes": None, "auto_lr": True})(fit)
-train(ddp, torch.optim.SGD(ddp.parameters(), lr=args.lr), loader)
-tell({"weights": weights(model), "rate": train.report["learning_rate"].detail})
-torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_models_that_are_ddps_already_train_at_their_own_rate(tmp_path, expected):
-    for (each,) in run([torchrun("--nproc-per-node", 2)], tmp_path, OWN_DDP):
-        assert each["weights"] == expected
-        assert "your own DistributedDataParallel" in each["rate"]
 
 
 FAILS = """

@@ -168,24 +168,16 @@ def sum_of_lists(lists):
 
 
 class Loop(TorchNano):
-    """Records the findings of a loop of two ranks."""
-
     def __init__(self, power):
         super().__init__(**small.OPTIONS)
         self.power = power
 
     def train(self):
         model = nn.Linear(2, 1, bias=False)  # different weights on the ranks
-        for number, dtype in enumerate(BUFFERS):
-            value = torch.tensor([number + self.global_rank])
-            model.register_buffer(f"b{number}", value.to(dtype))
         model.register_buffer("quantized", quantized(0.1 + self.global_rank))
-        model.register_buffer("sparse", torch.eye(2).mul(self.global_rank + 1).to_sparse())
         self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        # torch cannot pickle all dtypes
-        values = {name: each.float() for name, each in model.named_buffers() if name.startswith("b")}
-        values |= {"scale": model.quantized.q_scale(), "quantized": model.quantized.dequantize()}
-        values |= {"sparse": model.sparse.to_dense(), "weights": small.weights(model)}
+        values = {"scale": model.quantized.q_scale(), "quantized": model.quantized.dequantize()}
+        values["weights"] = small.weights(model)
         x = torch.full((1, 2), self.global_rank + 1.0)
         with self.no_backward_sync(model):
             model(x).sum().backward()
@@ -206,26 +198,19 @@ class Loop(TorchNano):
         return small.everywhere((values, fabric))
 
 
-def test_fabric_s_collectives_attributes_and_buffers_of_every_dtype_reach_all_ranks():
+def test_fabric_s_collectives_and_attributes_and_quantized_buffers_reach_all_ranks():
     loop = Loop(power=3)
     before = loop.world_size, loop.global_rank
     ranks = loop.train()
     assert before == (loop.world_size, loop.global_rank) == (2, 0)
     assert loop.seen == 30, "set by rank 0"
     for rank, (values, fabric) in enumerate(ranks):
-        for number, dtype in enumerate(BUFFERS):
-            assert values[f"b{number}"].item() == torch.tensor(number).to(dtype).float().item()
         assert values["scale"] == pytest.approx(0.1)
         assert values["quantized"].equal(quantized(0.1).dequantize())
-        assert values["sparse"].equal(torch.eye(2))
         assert values["weights"].equal(ranks[0][0]["weights"]), "made inside of train"
         assert (values["alone"], values["averaged"]) == ([[rank + 1.0] * 2], [[3.0] * 2])
         place = rank, rank, 2, rank == 0, 0
         assert fabric == {"place": place, "mean": [0.5] * 2, "sum": [3.0], "gathered": [[0], [1]], "from 1": {"a": 1}}
-
-
-BUFFERS = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.bool, torch.float64)
-BUFFERS += (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16)
 
 
 def quantized(scale):
@@ -272,4 +257,4 @@ def test_watch_for_sockets_sees_those_that_there_are():
         deadline = time.monotonic() + 30
         while len(found.listened) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert sorted(each.split()[0] for each in found.listened) == ["tcp", "unix"]
+    assert sorted(kind for kind, _ in found.listened) == ["tcp", "unix"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from distributed import small
@@ -15,7 +15,6 @@ from nano_loop.patching import user_code
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-RAMPING = small.OPTIONS | {"auto_lr": True}
 EPOCHS = 20
 
 
@@ -25,47 +24,24 @@ def nothing_warned(monkeypatch):
     monkeypatch.setattr(user_code, "_warned", set())
 
 
-def rows():
-    return small.parts()[2].dataset.tensors
-
-
-def rank_and_size():
-    return (small.rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
-
-
-def step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loss = nn.functional.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
 def loader_made_inside(model, optimizer, batch_size=4):
     loader = DataLoader(small.parts()[2].dataset, batch_size, shuffle=True, generator=torch.Generator().manual_seed(1))
     held = DataLoader(loader.dataset, batch_size)
     for _ in range(EPOCHS):
-        for x, y in loader:
-            step(model, optimizer, x, y)
+        small.fit(model, optimizer, loader, epochs=1)
         model.eval()
         count = sum(len(x) for x, _ in held)
         model.train()
     return count
 
 
-def batches_of_rank(model, optimizer):
-    rank, size = rank_and_size()
-    x, y = rows()
-    for _ in range(EPOCHS):
-        for first in range(0, len(x), 8):
-            step(model, optimizer, x[first : first + 8][rank::size], y[first : first + 8][rank::size])
-
-
 def batches_by_hand(model, optimizer):
-    x, y = rows()
+    x, y = small.parts()[2].dataset.tensors
     for _ in range(EPOCHS):
         for first in range(0, len(x), 8):
-            step(model, optimizer, x[first : first + 8], y[first : first + 8])
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x[first : first + 8]), y[first : first + 8]).backward()
+            optimizer.step()
 
 
 def run(train, *args):
@@ -87,35 +63,13 @@ def test_ranks_with_a_loader_of_the_loop_train_as_one_process_of_twice_the_batch
     assert not caught
 
 
-def trained_as_plain_and_warned(loop, train):
+def test_batches_by_hand_train_at_the_plain_rate_and_are_warned_of_once():
+    train = nano(**small.OPTIONS | {"auto_lr": True})(batches_by_hand)
     weights, _, (one,) = run(train)
-    plain, *_ = run(loop)
+    plain, *_ = run(batches_by_hand)
     torch.testing.assert_close(weights, plain, rtol=1e-6, atol=1e-6)
     assert one.category is NanoWarning
     assert str(one.message).startswith("each of the 2 ranks computes the same batches")
     assert Path(one.filename) == Path(__file__)
     assert ".backward()" in linecache.getline(__file__, one.lineno)
-
-
-def test_batches_by_hand_train_at_the_plain_rate_and_are_warned_of_once():
-    train = nano(**RAMPING)(batches_by_hand)
-    trained_as_plain_and_warned(batches_by_hand, train)
     assert train.report["learning_rate"].status == "skipped"
-
-
-def test_batches_of_each_rank_keep_the_ramp_from_call_to_call_and_are_not_warned_of():
-    train = nano(**RAMPING)(batches_of_rank)
-
-    def twice(model, optimizer):
-        for _ in range(2):
-            train(model, optimizer)
-
-    weights, _, caught = run(twice)
-    model, optimizer, _ = small.parts()
-    x, y = rows()
-    for number in range(2 * EPOCHS * 4):
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 + number / 1000)
-        first = number % 4 * 8
-        step(model, optimizer, x[first : first + 8], y[first : first + 8])
-    torch.testing.assert_close(weights, small.weights(model), rtol=1e-6, atol=1e-6)
-    assert not caught

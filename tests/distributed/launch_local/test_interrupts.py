@@ -18,25 +18,6 @@ from nano_loop import nano
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def test_second_ctrl_c_while_a_run_is_cleaned_up_leaves_nothing_behind(monkeypatch):
-    delete = shutil.rmtree
-
-    def delete_late(folder, *args, **kwargs):
-        if "nano_loop-" in Path(folder).name and Path(folder).suffix != ".gone":  # the final deletion
-            signal.raise_signal(signal.SIGINT)
-        delete(folder, *args, **kwargs)
-
-    def train(model):
-        if small.rank() == 0:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(shutil, "rmtree", delete_late)
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
-    assert signal.getsignal(signal.SIGINT) is handler
-
-
 def test_ctrl_c_pressed_twice_is_one_interrupt():
     def train(model, heard):
         if small.rank() == 0:
@@ -55,30 +36,41 @@ def test_ctrl_c_pressed_twice_is_one_interrupt():
     assert heard == ["still here"]
 
 
-def _press_twice():
-    """Send an interrupt now, and another one 0.2 s later, after the end of the run."""
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+def _press():
     signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("caught", ["in the loop", "by the caller", "by the caller, in the cleanup"])
-def test_second_ctrl_c_of_one_does_not_reach_what_follows_the_run(monkeypatch, caught):
+def _press_twice():
+    """Send an interrupt now, and another one 0.2 s later, after the end of the run."""
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    _press()
+
+
+@pytest.mark.parametrize(
+    ("in_loop", "in_cleanup", "caught"),
+    [(_press_twice, None, True), (_press_twice, None, False), (None, _press_twice, False), (_press, _press, False)],
+    ids=["caught in the loop", "caught by the caller", "in the cleanup", "in both"],
+)
+def test_second_ctrl_c_leaves_nothing_behind_and_does_not_reach_what_follows(monkeypatch, in_loop, in_cleanup, caught):
     delete = shutil.rmtree
 
     def train(model):
-        if small.rank() == 0 and "cleanup" not in caught:
-            with contextlib.suppress(KeyboardInterrupt) if "loop" in caught else contextlib.nullcontext():
-                _press_twice()
+        if small.rank() == 0 and in_loop:
+            with contextlib.suppress(KeyboardInterrupt) if caught else contextlib.nullcontext():
+                in_loop()
 
     def delete_late(folder, *args, **kwargs):
-        if "cleanup" in caught and Path(folder).name.startswith("nano_loop-") and Path(folder).suffix != ".gone":
-            monkeypatch.undo()
-            _press_twice()
+        if in_cleanup and Path(folder).name.startswith("nano_loop-") and Path(folder).suffix != ".gone":
+            if in_cleanup is _press_twice:
+                monkeypatch.undo()
+            in_cleanup()
         delete(folder, *args, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", delete_late)
-    with contextlib.nullcontext() if "loop" in caught else pytest.raises(KeyboardInterrupt):
+    handler = signal.getsignal(signal.SIGINT)
+    with contextlib.nullcontext() if caught else pytest.raises(KeyboardInterrupt):
         nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
+    assert signal.getsignal(signal.SIGINT) is handler
     for _ in range(50):
         time.sleep(0.01)  # time for a user to save results
 

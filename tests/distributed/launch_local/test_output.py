@@ -7,7 +7,6 @@ from nano_loop.distributed.launch_local.output import Output, pipe
 
 
 def relayed(written: bytes) -> Output:
-    """Return an output that relayed `written`."""
     reading, writing = pipe()
     os.write(writing, written)
     os.close(writing)

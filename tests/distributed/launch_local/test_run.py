@@ -26,11 +26,16 @@ def two(function):
     return nano(**small.OPTIONS)(function)
 
 
-def test_two_ranks_train_the_caller_s_model_as_one_process_of_twice_the_batch_would():
+def test_two_ranks_train_the_caller_s_model_as_one_process_of_twice_the_batch_would_and_ramp_from_call_to_call():
     model, optimizer, loader = small.parts(batch_size=4)
-    steps = two(small.fit)(model, optimizer, loader)
+    train = nano(**small.OPTIONS | {"auto_lr": True})(small.fit)
+    steps = [train(model, optimizer, loader) for _ in range(2)]
     plain_model, plain_optimizer, plain_loader = small.parts(batch_size=8)
-    assert steps == small.fit(plain_model, plain_optimizer, plain_loader)
+
+    def ramp(rank, step):
+        plain_optimizer.param_groups[0]["lr"] = 0.1 * (1 + step / 1000)
+
+    assert sum(steps) == small.fit(plain_model, plain_optimizer, plain_loader, ramp, epochs=4)
     torch.testing.assert_close(small.weights(model), small.weights(plain_model), rtol=1e-6, atol=1e-6)
     momenta = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
     expected = [plain_optimizer.state[p]["momentum_buffer"] for p in plain_model.parameters()]
@@ -57,8 +62,6 @@ def test_wrappers_of_optimizers_train_on_two_ranks_as_one_process_of_twice_the_b
     for name, (model, *_), (twin, *_) in zip(names, tasks, plain, strict=True):
         torch.testing.assert_close(small.weights(model), small.weights(twin), rtol=0.02, atol=0.02, msg=name)
 
-
-# --- results of one run, which these tests share ---
 
 VARIABLES = ("SLURM_NTASKS", "SLURM_PROCID", "MASTER_PORT")
 
@@ -103,9 +106,6 @@ def test_run_in_the_environment_of_a_launcher_gives_back_rank_0_s_and_leaves_the
     assert variables[0] == {**dict.fromkeys(VARIABLES, "4"), "PATH": os.environ["PATH"]}
     assert variables[1] == {**dict.fromkeys(VARIABLES), "PATH": os.environ["PATH"]}
     assert sys.excepthook is hook
-
-
-# --- unchanged afterwards ---
 
 
 class Caching(nn.Linear):
@@ -164,9 +164,6 @@ def test_patch_of_cuda_holds_in_workers_and_model_and_optimizer_are_freed_withou
         nano_loop.unpatch_cuda()
 
 
-# --- random numbers, settings and output ---
-
-
 class Adjoint(torch.autograd.Function):
     """Calls a model inside a custom backward, as solvers of differential equations do."""
 
@@ -205,28 +202,23 @@ def test_ranks_draw_the_same_numbers_until_training_begins_and_others_from_then_
     assert all(a != b for a, b in zip(first[1], second[1], strict=True))
 
 
-def precision():
-    return getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
-
-
 def test_settings_of_torch_travel_and_ranks_of_a_loop_that_seeds_itself_draw_what_it_has_chosen():
     def train(model):
         settings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
-        more = torch.is_anomaly_enabled(), torch.get_autocast_dtype("cpu"), numpy.geterr()["over"], precision()
-        more += (torch.tensor(1e-40, dtype=torch.float32).mul(1.0).item() == 0,)
+        more = torch.is_anomaly_enabled(), torch.get_autocast_dtype("cpu"), numpy.geterr()["over"]
+        flushes = torch.tensor(1e-40, dtype=torch.float32).mul(1.0).item() == 0
+        more += torch.backends.mkldnn.matmul.fp32_precision, flushes
         torch.manual_seed(9)
         with torch.enable_grad():
             model(torch.ones(1, 1))
         return small.everywhere((settings, more, torch.rand(1).item()))
 
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.9
-    before = torch.get_autocast_dtype("cpu")
+    matmul, before = torch.backends.mkldnn.matmul, torch.get_autocast_dtype("cpu")
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True)
     torch.set_autocast_dtype("cpu", torch.float16)
     flushes = torch.set_flush_denormal(True)
-    if matmul is not None:
-        matmul.fp32_precision = "bf16"  # then torch.get_float32_matmul_precision() raises
+    matmul.fp32_precision = "bf16"  # then torch.get_float32_matmul_precision() raises
     try:
         with torch.no_grad(), torch.autograd.set_detect_anomaly(True), numpy.errstate(over="raise"):
             first, second = two(train)(nn.Linear(1, 1))
@@ -235,10 +227,9 @@ def test_settings_of_torch_travel_and_ranks_of_a_loop_that_seeds_itself_draw_wha
         torch.use_deterministic_algorithms(False)
         torch.set_autocast_dtype("cpu", before)
         torch.set_flush_denormal(False)
-        if matmul is not None:
-            matmul.fp32_precision = "none"
+        matmul.fp32_precision = "none"
     assert first == second
-    assert first[:2] == ((torch.float64, True, False), (True, torch.float16, "raise", matmul and "bf16", flushes))
+    assert first[:2] == ((torch.float64, True, False), (True, torch.float16, "raise", "bf16", flushes))
 
 
 @pytest.mark.parametrize("verbose", [False, "all"])

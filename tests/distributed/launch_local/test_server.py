@@ -16,7 +16,6 @@ from distributed import small
 from distributed.launch.started import LOOP, environment
 from nano_loop import nano
 from nano_loop.distributed.launch_local import server as servers
-from nano_loop.patching.torch_private import is_older_than
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -132,7 +131,6 @@ print(started.pid, second.pid)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(is_older_than(2, 9), reason="the process is started by the run, which has a folder")
 def test_script_starts_it_when_it_decorates_and_leaves_nothing(tmp_path):
     command = [sys.executable, "-X", "dev", "-W", "error", "-c", LOOP + EARLY]
     done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)

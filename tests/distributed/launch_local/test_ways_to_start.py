@@ -16,8 +16,6 @@ from distributed.launch.started import LOOP, run_cells, run_python
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-# --- as a separate program ---
-
 SCRIPT = """
 with open("ran", "a") as file:
     file.write("x")
@@ -33,19 +31,25 @@ class Trainer(TorchNano):
     def train(self, model, optimizer, loader):
         return fit(*self.setup(model, optimizer, loader)), everywhere(torch.get_num_threads())
 
+net, opt, batches = parts(4)
+
+@nano(**OPTIONS)
+def over_globals(epoch):
+    return fit(net, opt, batches)
+
 torch.set_num_threads(1)
 decorated, subclassed = parts(4), parts(4)
-found = Project.train(*decorated), Trainer(**OPTIONS).train(*subclassed), torch.get_num_threads()
-print(json.dumps([found, weights(decorated[0]), weights(subclassed[0]), alone()]))
+found = Project.train(*decorated), Trainer(**OPTIONS).train(*subclassed), over_globals(0), torch.get_num_threads()
+print(json.dumps([found, *map(weights, (decorated[0], subclassed[0], net)), alone()]))
 """
 
 
 @pytest.mark.slow
-def test_script_without_a_main_guard_runs_once_and_its_own_classes_travel(tmp_path):
+def test_script_without_a_main_guard_runs_once_and_its_own_classes_and_variables_travel(tmp_path):
     (tmp_path / "train.py").write_text(LOOP + SCRIPT)
-    (found, decorated, subclassed, alone), stderr = run_python("train.py", folder=tmp_path)
-    assert found == [[2, [3, 3]], [2, [1, 1]], 1]
-    assert decorated == subclassed == pytest.approx(alone, abs=2e-6)
+    (found, decorated, subclassed, by_globals, alone), stderr = run_python("train.py", folder=tmp_path)
+    assert found == [[2, [3, 3]], [2, [1, 1]], 2, 1]
+    assert decorated == subclassed == by_globals == pytest.approx(alone, abs=2e-6)
     assert (tmp_path / "ran").read_text() == "x"
     assert stderr == ""
 
@@ -94,8 +98,6 @@ def test_functions_typed_at_a_prompt_train_and_the_prompt_goes_on(tmp_path):
     assert found == [2, True, 2]
 
 
-# --- from a notebook ---
-
 NOTEBOOK_LOOP = """
 @nano(**OPTIONS | {"verbose": True})
 def train(model, optimizer, loader):
@@ -142,16 +144,12 @@ def test_cells_of_a_notebook_train_its_model_and_can_be_interrupted(tmp_path):
 
 
 def interrupt_when_there(file):
-    """Interrupt the process whose id appears in the file."""
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         if file.exists() and file.read_text().endswith("\n"):
             psutil.Process(int(file.read_text())).send_signal(signal.SIGINT)
             return
         time.sleep(0.1)
-
-
-# --- from this process ---
 
 
 PACKAGE = {

@@ -18,7 +18,6 @@ def at_once(monkeypatch):
 
 @pytest.fixture
 def ranks(tmp_path):
-    """Three ranks of one run, all in this process."""
     return [Waits(rank, tmp_path) for rank in range(3)]
 
 

@@ -21,27 +21,6 @@ from nano_loop.errors import NanoError, RankLateError, RankLeftError
 KIND = "shared memory"
 
 
-def message(transport, tensors):
-    """Return the message of the NanoError from averaging `tensors`, or None."""
-    try:
-        transport.average(tensors)
-    except NanoError as error:
-        return str(error)
-    return None
-
-
-def outcome(ranks, folder, **options):
-    """Return the message of the NanoError from making a transport, or None."""
-    try:
-        opened(KIND, ranks, folder, **options).close()
-    except NanoError as error:
-        return str(error)
-    return None
-
-
-# --- synchronized ---
-
-
 @pytest.mark.parametrize(("size", "rounds"), [(2, 300), pytest.param(4, 60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_short_lists_that_all_ranks_have_posted_become_means_without_waiting(team, tmp_path, size, rounds, dtype):
@@ -114,9 +93,6 @@ def test_more_lists_than_plans_are_kept(team, tmp_path):
     assert team(2)(run) == [[], []]
 
 
-# --- out of sync ---
-
-
 def test_a_rank_that_arrives_and_leaves_between_two_looks_is_no_fault(tmp_path):
     ranks = Ranks()
     segment = SharedSegment(ranks, 1, 8, partial(mmap.mmap, -1))
@@ -165,9 +141,6 @@ def test_what_check_raises_ends_the_wait_and_the_transport(team, tmp_path):
     team(2)(run)
 
 
-# --- the file ---
-
-
 def test_nothing_is_left_and_nothing_is_held_after_close(team, tmp_path):
     def mapped():
         return sum("averaging-" in line for line in Path("/proc/self/maps").read_text().splitlines())
@@ -210,9 +183,11 @@ def test_memory_that_is_not_to_be_had_is_an_error(monkeypatch, tmp_path, lacking
     if lacking == "addresses":
         monkeypatch.setattr(mmap, "mmap", refuse)
     try:
-        message = outcome(Ranks(), tmp_path / "absent" if lacking == "a folder" else tmp_path, size=1 << 20)
+        with pytest.raises(NanoError) as caught:
+            opened(KIND, Ranks(), tmp_path / "absent" if lacking == "a folder" else tmp_path, size=1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    message = str(caught.value)
     assert message.startswith(f"6 MiB of shared memory in {tmp_path}")
     assert f" could not be allocated ({reason}" in message
     assert message.endswith("--shm-size=1g.")
@@ -240,6 +215,3 @@ def test_all_memory_is_there_before_it_is_used(team, tmp_path):
 
     of_rank_0, of_rank_1 = team(2)(run)
     assert ({*of_rank_0}, of_rank_1) == ({(True, "0o600")}, [])
-
-
-# --- the slice of a batch that a rank sums into its tensors and the result only ---

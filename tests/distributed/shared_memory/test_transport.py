@@ -1,32 +1,69 @@
 """Both transports return the means over the ranks, bitwise equal on all ranks."""
 
+import random
+
 import pytest
 import torch
 
-from distributed.shared_memory.transports import (
-    KINDS,
-    SMALL,
-    assert_means,
-    averaged,
-    once,
-    opened,
-    random_list,
-    same_bits,
-    values,
-)
+from distributed.shared_memory.transports import KINDS, SMALL, assert_means, opened, same_bits, values
 
-SIZES = (2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)))
 kinds = pytest.mark.parametrize("kind", KINDS)
-sizes = pytest.mark.parametrize("size", SIZES)
+sizes = pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
+
+
+def averaged(ranks, kind, folder, make, size=SMALL):
+    """Return one rank's averages of the lists that ``make(rank)`` makes, one after the other."""
+    transport, lists = opened(kind, ranks, folder, size), make(ranks.rank)
+    for tensors in lists:
+        transport.average(tensors)
+    transport.close()
+    return lists
+
+
+def random_list(seed, rank):
+    """Return a list whose shapes and dtypes depend on the seed, and whose values depend on the rank, too."""
+    common = random.Random(seed)
+    tensors = []
+    for number in range(common.randrange(12)):
+        shape = [common.choice((0, 1, 2, 3, 4, 7)) for _ in range(common.randrange(5))]
+        dtype = common.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+        tensors.append(values(seed * 100 + number, rank, shape, dtype))
+    return tensors
+
+
+def of_random_shapes(rank):
+    return [random_list(seed, rank) for seed in range(30)]
+
+
+def around_whole_chunks(rank):
+    lengths = [max(0, n * SMALL // 4 + more) for n in (0, 1, 2, 3, 4, 6) for more in (-1, 0, 1)]
+    tensors = [[values(n, rank, (n,), torch.float32) for n in lengths] for _ in range(2)]
+    return [*([each] for each in tensors[0]), tensors[1]]
+
+
+def of_many_chunks_of_the_usual_size(rank):
+    shapes = [(700_001,), (10,), (600, 512), (300, 5), (1_048_576,), (1,)]
+    return [[values(n, rank, shape, torch.float32) for n, shape in enumerate(shapes)] for _ in range(2)]
 
 
 @kinds
-@sizes
-def test_random_lists_become_their_means(team, tmp_path, kind, size):
-    seeds = range(30)
-    by_rank = team(size)(averaged, kind, tmp_path, seeds)
-    for number, seed in enumerate(seeds):
-        assert_means([results[number] for results in by_rank], [random_list(seed, rank) for rank in range(size)])
+@pytest.mark.parametrize(
+    ("make", "chunk", "size"),
+    [
+        *(
+            pytest.param(make, SMALL, size, marks=[pytest.mark.slow] * (size > 2))
+            for make in (of_random_shapes, around_whole_chunks)
+            for size in (2, 3, 4)
+        ),
+        (of_many_chunks_of_the_usual_size, 1 << 20, 2),
+    ],
+)
+def test_lists_become_their_means(team, tmp_path, kind, make, chunk, size):
+    by_rank = team(size)(averaged, kind, tmp_path, make, chunk)
+    for results, lists in zip(zip(*by_rank, strict=True), zip(*map(make, range(size)), strict=True), strict=True):
+        assert_means(results, lists)
+    if make is of_many_chunks_of_the_usual_size:
+        assert all(map(same_bits, *by_rank[0]))  # the same list twice
 
 
 @kinds
@@ -34,11 +71,11 @@ def test_random_lists_become_their_means(team, tmp_path, kind, size):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_numbers_are_summed_in_float32(team, tmp_path, kind, size, dtype):
     def make(rank):
-        return [values(7, rank, (1000,), dtype)]
+        return [[values(7, rank, (1000,), dtype)]]
 
     total = sum(values(7, rank, (1000,), dtype).float() for rank in range(size))
     in_16_bits = sum(values(7, rank, (1000,), dtype) for rank in range(size)) / size
-    for (got,) in team(size)(once, kind, tmp_path, make):
+    for ((got,),) in team(size)(averaged, kind, tmp_path, make):
         assert same_bits(got, (total / size).to(dtype))
         assert size == 2 or not same_bits(got, in_16_bits)
 
@@ -47,33 +84,13 @@ def test_16_bit_numbers_are_summed_in_float32(team, tmp_path, kind, size, dtype)
 @sizes
 def test_means_are_sums_divided(team, tmp_path, kind, size):
     def make(rank):
-        return [values(3, rank, (999,), torch.float32), values(3, 0, (999,), torch.float32)]
+        return [[values(3, rank, (999,), torch.float32), values(3, 0, (999,), torch.float32)]]
 
     first, second = (values(3, rank, (999,), torch.float32) for rank in range(2))
-    for own, equal in team(size)(once, kind, tmp_path, make):
+    for ((own, equal),) in team(size)(averaged, kind, tmp_path, make):
         assert size != 2 or same_bits(own, (first + second) / 2)
         assert same_bits(equal, sum([first] * size) / size)
         assert size == 3 or same_bits(equal, first)
-
-
-@kinds
-@sizes
-def test_lengths_around_whole_chunks(team, tmp_path, kind, size):
-    room = SMALL // 4
-    lengths = [max(0, n * room + more) for n in (0, 1, 2, 3, 4, 6) for more in (-1, 0, 1)]
-
-    def run(ranks):
-        transport = opened(kind, ranks, tmp_path)
-        alone = [values(n, ranks.rank, (n,), torch.float32) for n in lengths]
-        for tensor in alone:
-            transport.average([tensor])
-        together = [values(n, ranks.rank, (n,), torch.float32) for n in lengths]
-        transport.average(together)
-        transport.close()
-        return alone + together
-
-    lists = [[values(n, rank, (n,), torch.float32) for n in lengths * 2] for rank in range(size)]
-    assert_means(team(size)(run), lists)
 
 
 @kinds
@@ -94,23 +111,3 @@ def test_empty_lists_and_tensors_with_graphs_are_averaged(team, tmp_path, kind):
         return tensors[1].item(), gradient.requires_grad, values, after.tolist()
 
     assert team(2)(run) == [(0.5, True, [[7.5], [1.5]], [0.5] * 3)] * 2
-
-
-@kinds
-def test_a_large_list_in_chunks_of_the_usual_size(team, tmp_path, kind):
-    shapes = [(700_001,), (10,), (600, 512), (300, 5), (1_048_576,), (1,)]
-
-    def make(rank):
-        return [values(n, rank, shape, torch.float32) for n, shape in enumerate(shapes)]
-
-    def run(ranks):
-        transport = opened(kind, ranks, tmp_path, size=1 << 20)
-        first, second = make(ranks.rank), make(ranks.rank)
-        transport.average(first)
-        transport.average(second)
-        transport.close()
-        return all(map(same_bits, first, second)), first
-
-    results = team(2)(run)
-    assert [alike for alike, _ in results] == [True, True]
-    assert_means([first for _, first in results], [make(0), make(1)])
