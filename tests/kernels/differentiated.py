@@ -33,38 +33,24 @@ def modules():
 
 
 class Row(NamedTuple):
-    """A model to differentiate.
-
-    Attributes
-    ----------
-    build : callable
-        Returns the model.
-    shape : tuple of int
-        The shape of the model's input and output.
-    functions : tuple of str
-        The autograd functions in the graph, as module and class name.
-    operators : tuple of str
-        The replaced operators that are called, forward or backward.
-    calls : str or None
-        The C function that a first backward calls.
-    options : mapping
-        The options of the run.
-    kernel : CompiledKernel or None
-        The kernel that has to be available.
-    around : callable
-        Returns a context around all calls.
-    has_torchs_errors : bool
-        Whether inputs that torch rejects must be rejected with its message.
-    """
+    """A model to differentiate."""
 
     build: Callable[[], nn.Module]
+    #: The shape of the model's input and output.
     shape: tuple[int, ...]
+    #: The autograd functions in the graph, as module and class name.
     functions: tuple[str, ...] = ()
+    #: The replaced operators that are called, forward or backward.
     operators: tuple[str, ...] = ()
+    #: The C function that a first backward calls.
     calls: str | None = None
+    #: The options of the run.
     options: Mapping[str, Any] = MappingProxyType({})
+    #: The kernel that has to be available.
     kernel: Any = None
+    #: Returns a context around all calls.
     around: Callable[[], Any] = contextlib.nullcontext
+    #: Whether inputs that torch rejects must be rejected with its message.
     has_torchs_errors: bool = False
 
 
@@ -176,13 +162,18 @@ def multiplied(x, layer):
 @contextlib.contextmanager
 def group_of_one():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    ranks = Ranks()
-    ranks.channel = SimpleNamespace(exchange=lambda data, what: [bytearray(data)])
     try:
-        with norms_over_all_ranks(ranks):
-            yield
+        yield
     finally:
         distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def norms_of_one_rank():
+    ranks = Ranks()
+    ranks.channel = SimpleNamespace(exchange=lambda data, what: [bytearray(data)])
+    with group_of_one(), norms_over_all_ranks(ranks):
+        yield
 
 
 def norm_row(layer, shape, operator, **options):
@@ -294,7 +285,7 @@ ROWS = {
         normalized(nn.SyncBatchNorm, 16, track_running_stats=False),
         (6, 16),
         ("sync_batch_norm._Normalized", "sync_batch_norm._RankSum"),
-        around=group_of_one,
+        around=norms_of_one_rank,
     ),
     "averaged gradient": Row(without_layer(lambda x: gradients._Mean.apply(x, x.detach())), (4,), ("gradients._Mean",)),
     "tanh": ACTIVATED(activated(torch.tanh), operators=("tanh",), calls="tanh_forward"),

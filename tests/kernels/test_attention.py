@@ -88,16 +88,6 @@ def test_rows_with_a_large_common_offset_have_the_gradients_of_the_definition(nu
         assert (found - reference).norm() < 0.01 * reference.norm()
 
 
-def test_no_heads_and_no_columns_divide_nothing():
-    query, none = inputs()[0], inputs()[0][:, :0]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert module._supports(None, query, none, none, enable_gqa=True) is None
-    assert blocked_attention.scale_of(query[..., :0], None) == 1
-    if blocked_attention.KERNEL.unavailable is None:
-        out, log_sums = blocked_attention.forward(blocked_attention.KERNEL, blocked_attention.Inputs(none, none, none))
-        assert (out.shape, log_sums.shape) == (none.shape, none.shape[:-1])
-
-
 def test_certain_dropout_gives_zeros():
     with torch.autocast("cpu", torch.bfloat16):
         assert all(each.eq(0).all() for each in results(attention, inputs(), dropout_p=1.0))

@@ -78,7 +78,7 @@ def test_library_of_the_package_is_used_and_others_are_compiled_for_its_level(co
     assert [path.name for path in compiled_here.iterdir()] == [file]
     (compiled_here / file).rename(package / file)
     forget_libraries()
-    monkeypatch.setenv("CC", "no-such-cc")
+    monkeypatch.setenv("CC", "no-such-cc -O1")
     assert build.summary() == f"C kernels {level.name}"
     assert [*compiled_here.iterdir()] == []
     assert build.for_report(CompiledKernel("norms", {}).unavailable) == "no C compiler was found (no-such-cc)"

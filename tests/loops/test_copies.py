@@ -150,11 +150,8 @@ def net_of_the_user(tmp_path, monkeypatch):
     del sys.modules["net_of_the_user"]
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"precision": "bf16", "channels_last": "auto"}], ids=str
-)
-def test_what_is_saved_inside_the_loop_loads_without_nano_loop(tmp_path, net_of_the_user, options):
-    @nano(verbose=False, **options)
+def test_what_is_saved_inside_the_loop_loads_without_nano_loop(tmp_path, net_of_the_user):
+    @nano(precision="bf16", channels_last="auto", verbose=False)
     def save(model, optimizer, loader, x):
         model(x).square().mean().backward()
         optimizer.step()

@@ -68,16 +68,7 @@ class Picky(nn.Linear):
         return out
 
 
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 4), Picky(4, 3))
-
-    def forward(self, x):
-        return self.body(x)
-
-
-@pair(job(model=Nested))
+@pair(job(model=lambda: nn.Sequential(nn.Sequential(nn.Linear(6, 4), Picky(4, 3)))))
 def test_an_error_inside_forward_that_the_loop_catches(model, optimizer, loader, by_hand=untouched):
     outputs = []
     for x, y in loader:

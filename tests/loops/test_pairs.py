@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from . import pairs
-from .nested import differences, mapped
+from .nested import differences
 from .pairs import BF16, EXACT, FUSED, NHWC, SHIPPED, check, run_plain, written_by_hand
 from .tasks import ADAM, ConvNet, fit, images, job
 
@@ -80,11 +80,6 @@ def test_a_planted_fault_is_found(monkeypatch, config, fault):
         check(job(model=ConvNet, loader=images), fit, config)
 
 
-def test_no_fault_is_found_where_none_is(monkeypatch):
-    monkeypatch.setattr(pairs, "accelerated_by_decorator", lambda loop, arguments, options: loop(**arguments))
-    check(job(model=ConvNet, loader=images), fit, EXACT)
-
-
 def test_a_swallowed_exception_is_found(monkeypatch):
     def swallowing(loop, arguments, options):
         with contextlib.suppress(pairs.FinishedError):
@@ -125,8 +120,3 @@ def test_a_tolerance_is_relative_to_the_largest_value():
     expected = torch.tensor([100.0, 0.001])
     assert not [*differences(torch.tensor([100.0005, 0.0015]), expected, 1e-5)]
     assert [*differences(torch.tensor([100.005, 0.001]), expected, 1e-5)]
-
-
-def test_mapped_keeps_what_is_no_tensor():
-    value = [torch.zeros(1), ({"a": torch.zeros(1)}, "text", None)]
-    assert mapped(value, lambda t: t + 1) == [torch.ones(1), ({"a": torch.ones(1)}, "text", None)]

@@ -32,14 +32,6 @@ class Net(nn.Module):
         return torch.sigmoid(self.head(x.view(x.size(0), -1)))
 
 
-OPTIONS = {
-    "fp32": {},
-    "channels_last": {"channels_last": True},
-    "bf16": {"precision": "bf16"},
-    "both": {"precision": "bf16", "channels_last": True},
-}
-
-
 def again(program):
     """Save and reload a program."""
     file = io.BytesIO()
@@ -62,14 +54,7 @@ EXPORTS = {
 }
 
 
-#: Exports with both options cover each one alone.
-EACH_OPTION = [
-    pytest.param(OPTIONS[name], id=name, marks=[pytest.mark.slow] * (name in ("channels_last", "bf16")))
-    for name in OPTIONS
-]
-
-
-@pytest.fixture(params=EACH_OPTION)
+@pytest.fixture(params=[{}, {"precision": "bf16", "channels_last": True}], ids=["fp32", "both"])
 def running(request):
     """A model in a run, and a copy from before the run."""
     torch.manual_seed(0)

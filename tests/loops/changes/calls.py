@@ -40,12 +40,8 @@ def forward_of_an_instance(program):
         program.set(module, forward=halved(module.forward))
     for module in (program.model.group_norm, program.model.silu, program.model.mlp[7]):
         program.set(module, forward=functools.partial(scaled, module, 0.5))
-
-
-@row()
-def forward_of_a_recurrent_instance(program):
-    forward = program.model.gru.forward
-    program.set(program.model.gru, forward=lambda x: (0.5 * forward(x)[0], None))
+    recurrent = program.model.gru.forward
+    program.set(program.model.gru, forward=lambda x: (0.5 * recurrent(x)[0], None))
 
 
 @row()

@@ -77,15 +77,8 @@ class Samples(Dataset):
 def built():
     """Return the arguments of the loop."""
     model = EveryKernel()
-    of_words = [
-        model.embedding,
-        model.rms_norm,
-        model.queries,
-        model.attention,
-        model.layer_norm,
-        model.gru,
-        model.lstm,
-    ]
+    of_words = [model.embedding, model.rms_norm, model.queries, model.attention, model.layer_norm]
+    of_words += [model.gru, model.lstm]
     of_images = [model.convolution, model.batch_norm, model.depthwise, model.group_norm]
     # With a small eps, gradients close to 0 become steps whose signs are those of rounding errors.
     return {

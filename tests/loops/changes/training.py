@@ -173,13 +173,10 @@ FUNCTIONS = (
 )
 
 
-LISTS = tuple((kind, "_init_group") for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad))
-
-
-def noted_functions(noted, functions=FUNCTIONS):
+def noted_functions(noted):
     """Return a context in which functions of optimizers record their calls."""
     contexts = ExitStack()
-    for owner, name in functions:
+    for owner, name in FUNCTIONS:
         original = getattr(owner, name)
 
         def call(*args, original=original, name=name, **kwargs):
@@ -195,30 +192,10 @@ def functions_of_optimizers(program):
     program.within(noted_functions(program.seen))
 
 
-@row()
-def what_makes_the_lists_of_groups(program):
-    program.within(noted_functions(program.seen, LISTS))
-
-
-@row()
-def what_makes_the_lists_of_an_optimizer(program):
-    for optimizer in program.optimizers:
-
-        def noted(*args, original=optimizer._init_group):
-            program.seen.append("lists")
-            return original(*args)
-
-        program.set(optimizer, _init_group=noted)
-
-
 NOTED = []
 
 
-def noted_before_the_run():
-    return noted_functions(NOTED)
-
-
-@row(before=noted_before_the_run)
+@row(before=lambda: noted_functions(NOTED))
 def functions_of_optimizers_before_the_run(program):
     NOTED.clear()
     program.undo.callback(lambda: program.seen.append([*NOTED]))

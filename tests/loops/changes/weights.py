@@ -15,15 +15,8 @@ CHANNELS_LAST = ("channels_last-fused", "channels_last-as-shipped")
 
 def weights_of(model):
     """Return a weight of each kind of layer, all of whose elements may be changed."""
-    others = (
-        model.convolution,
-        model.depthwise,
-        model.embedding,
-        model.queries,
-        model.mlp[0],
-        model.mlp[4],
-        model.head,
-    )
+    products = (model.queries, model.mlp[0], model.mlp[4], model.head)
+    others = (model.convolution, model.depthwise, model.embedding, *products)
     return [module.weight for module in (*norms_of(model), *others)] + [model.gru.weight_hh_l0, model.lstm.weight_ih_l0]
 
 
