@@ -95,12 +95,6 @@ def recurrent(kind, hidden=6, **settings):
     return lambda: Layer(lambda x, layer: layer(x)[0], kind(6, hidden, **settings))
 
 
-def with_one_bias():
-    model = recurrent(nn.GRU)()
-    model.layer.bias_ih_l0 = model.layer.bias_hh_l0
-    return model
-
-
 def packed(kind, hidden=6, **settings):
     def function(x, layer):
         sequences = PackedSequence(x.flatten(0, 1)[:14], torch.tensor([3, 3, 3, 3, 2]))
@@ -203,16 +197,13 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 RNNS = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn_tanh": nn.RNN, "rnn_relu": functools.partial(nn.RNN, nonlinearity="relu")}
 ROWS = {
     **{name: RECURRENT(recurrent(kind), (5, 4, 6), operators=(f"{name}.input",)) for name, kind in RNNS.items()},
+    "gru, packed": RECURRENT(packed(nn.GRU), (5, 3, 6), operators=("gru.data",)),
     **{
-        f"{name}, packed": RECURRENT(packed(kind), (5, 3, 6), operators=(f"{name}.data",))
+        f"{name}, packed, both ways": RECURRENT(
+            packed(kind, 3, bidirectional=True), (5, 3, 6), operators=(f"{name}.data",)
+        )
         for name, kind in RNNS.items()
     },
-    **{
-        f"{name}, packed, both ways": RECURRENT(packed(kind, 3, bidirectional=True), (5, 3, 6))
-        for name, kind in RNNS.items()
-    },
-    "gru of two layers": RECURRENT(recurrent(nn.GRU, num_layers=2), (5, 4, 6)),
-    "gru with one bias": RECURRENT(with_one_bias, (5, 4, 6)),
     "gru in bf16": RECURRENT(recurrent(nn.GRU), (5, 4, 6), options=BF16),
     "lstm in bf16": Row(recurrent(nn.LSTM), (5, 4, 6), options=BF16),  # on some CPUs, by oneDNN
     "lstm by oneDNN": Row(recurrent(nn.LSTM), (3, 4, 6), operators=("mkldnn_rnn_layer_backward",)),

@@ -25,20 +25,6 @@ def every_size_is_large(request, monkeypatch):
     monkeypatch.setattr(module, "MIN_SCORES", 1)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Record for each call whether nano_loop computes it."""
-    counted = []
-
-    def counting(*args, **kwargs):
-        call = module._supports(*args, **kwargs)
-        counted.append(call is not None)
-        return call
-
-    monkeypatch.setattr(compared, "OVERRIDE", compared.OVERRIDE._replace(supports=counting))
-    return counted
-
-
 VIEWS = {
     "heads of one projection": lambda x: x.view(2, 17, 3, 3, 16).permute(3, 0, 2, 1, 4).unbind(0),
     "keys of one head for all": lambda x: (
@@ -115,9 +101,18 @@ def test_what_torch_refuses_is_refused(tensors, kwargs):
 
 
 @pytest.fixture
-def in_force(calls):
+def in_force(monkeypatch):
+    """Replace torch's attention, and record for each call whether nano_loop computes it."""
+    counted = []
+
+    def counting(*args, **kwargs):
+        call = module._supports(*args, **kwargs)
+        counted.append(call is not None)
+        return call
+
+    monkeypatch.setattr(compared, "OVERRIDE", compared.OVERRIDE._replace(supports=counting))
     with overridden("scaled_dot_product_attention", plainly(attention), "AutocastCPU"):
-        yield calls
+        yield counted
 
 
 def test_second_derivatives_work_where_the_user_asks_for_torchs_plain_kernel(in_force):

@@ -51,15 +51,6 @@ def short_sources(monkeypatch, tmp_path):
 # --- sources ---
 
 
-@pytest.mark.slow  # `make ready` compiles them
-@pytest.mark.skipif(not NATIVE.flags, reason="no flag is known for this processor")
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_each_file_compiles_for_this_processor_without_an_implicit_declaration(source, tmp_path):
-    command = [*compiler.compiler_command(), "-O1", "-fopenmp", "-Werror=implicit-function-declaration", "-c"]
-    for flags in (NATIVE.flags, ()):
-        subprocess.run([*command, *flags, "-o", tmp_path / "any.o", source], check=True)
-
-
 @pytest.mark.parametrize(
     "source",
     [

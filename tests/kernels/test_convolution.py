@@ -21,7 +21,6 @@ def every_size_is_worth_it(monkeypatch):
 
 @pytest.fixture
 def in_force():
-    """Apply `standing_in` for a whole test."""
     with standing_in() as left:
         yield left
 

@@ -152,7 +152,6 @@ CALLS = {
 
 
 def functions_in(graph):
-    """Return the names of the autograd functions that lead to a node."""
     nodes, names = {graph}, set()
     while nodes:
         node = nodes.pop()
@@ -227,28 +226,12 @@ def row_of(name):
     return row
 
 
-#: Rows whose functions have another row, and those of rare layers, are tested with the slow tests only.
-LIKE_OTHERS = {
-    *(f"{kind}, packed" for kind in ("lstm", "rnn_tanh", "rnn_relu")),
-    *(f"{kind}, packed, both ways" for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu")),
-    *("rnn_relu", "gru of two layers", "gru with one bias", "rms norm without weights"),
-    *("cross-entropy without smoothing", "attention in blocks, of three dimensions", "group norm of images"),
-}
-EACH_ROW = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in ROWS]
-)
-
-
 #: How models are called, and the ways to differentiate them.
-CALLED = [
-    pytest.param("twice", WAYS.keys(), id="twice"),
-    pytest.param("in two models", {"create_graph"}, id="in two models"),
-    pytest.param("in two models", WAYS.keys() - {"create_graph"}, id="in two models, repeated", marks=pytest.mark.slow),
-]
+CALLED = {"twice": WAYS.keys(), "in two models": {"create_graph"}}
 
 
-@pytest.mark.parametrize(("calls", "ways"), CALLED)
-@EACH_ROW
+@pytest.mark.parametrize(("calls", "ways"), CALLED.items(), ids=CALLED)
+@pytest.mark.parametrize("name", ROWS)
 def test_derivatives_are_torchs(everything_in_c, called, name, calls, ways):
     row, found = row_of(name), []
     for way in ways_of(row):

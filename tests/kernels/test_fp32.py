@@ -68,7 +68,6 @@ def computed(model, x, gradient):
 
 
 def squares(found, exact):
-    """Return the square of each tensor's error, relative to the norm."""
     return sum(((one - other).norm() / other.norm()).item() ** 2 for one, other in zip(found, exact, strict=True))
 
 

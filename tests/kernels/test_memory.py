@@ -38,7 +38,6 @@ TYPES = {torch.bfloat16: "uint16_t", torch.float32: "float", torch.int64: "int64
 
 @functools.cache
 def preprocessed(name):
-    """Return the source of a kernel after preprocessing."""
     source = ROOT / "csrc" / f"{name}.c"
     command = [*compiler.compiler_command(), "-fopenmp", *compiler.NATIVE.flags, "-E", "-P", str(source)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout

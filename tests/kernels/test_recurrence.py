@@ -237,38 +237,22 @@ class Seen(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def in_mode(model, x):
-    with Seen():
-        return model(x)[0]
-
-
-def in_fp64(model, x):
-    return copy.deepcopy(model).double()(x.double())[0]
-
-
-def in_fp16(model, x):
-    with torch.autocast("cpu", torch.float16):
-        return model(x)[0]
-
-
-def without_sequences(model, x):
-    return model(x[:, :0])[0]
-
-
-def projected(model, x):
-    torch.manual_seed(0)
-    return nn.LSTM(6, 18, proj_size=6)(x)[0]
-
-
-def in_inference(model, x):
-    with torch.inference_mode():
+def within(context, model, x):
+    with context:
         return model(x)[0].clone()
 
 
-@pytest.mark.parametrize(
-    "compute",
-    [in_mode, in_fp64, in_fp16, without_sequences, projected, in_inference],
-)
+UNKNOWN = {
+    "in a mode": lambda model, x: within(Seen(), model, x),
+    "in fp16": lambda model, x: within(torch.autocast("cpu", torch.float16), model, x),
+    "in inference": lambda model, x: within(torch.inference_mode(), model, x),
+    "in fp64": lambda model, x: copy.deepcopy(model).double()(x.double())[0],
+    "without sequences": lambda model, x: model(x[:, :0])[0],
+    "projected": lambda model, x: layer("LSTM", 6, 18, proj_size=6)(x)[0],
+}
+
+
+@pytest.mark.parametrize("compute", UNKNOWN.values(), ids=UNKNOWN)
 def test_what_the_function_in_c_does_not_know_is_torchs(called, compute):
     model = layer("GRU", 6, 18)
     x = inputs_of(model, 5, 4)

@@ -90,7 +90,6 @@ def names(cls):
 
 
 def record_strides(value):
-    """Return the strides of each parameter and gradient."""
     if isinstance(value, nn.Module):
         return {n: (p.stride(), telling(p.grad)) for n, p in value.named_parameters()}
     return [record_strides(item) for item in items_of(value)]
@@ -121,7 +120,6 @@ def telling(tensor):
 
 
 def surroundings():
-    """Return the state of the process that a run must leave unchanged."""
     hooks = vars(torch.nn.modules.module)
     return process_state() | {
         "working folder": os.getcwd(),

@@ -51,7 +51,6 @@ def new_run(optimizer, seed, convolutional=True):
 
 
 def train(model, optimizer, scheduler, loader, checkpoint=None):
-    """Train two epochs. Resume from `checkpoint` first if there is one, and return a new one at the end."""
     if checkpoint is not None:
         load(checkpoint, model=model, optimizer=optimizer, scheduler=scheduler)
     for _ in range(2):

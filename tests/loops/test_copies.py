@@ -191,8 +191,6 @@ def test_references_to_methods_are_the_same_functions_in_the_loop(net_of_the_use
 
 
 def test_a_copy_trains_on_after_the_run():
-    """A copy made inside an accelerated loop is an ordinary model for the next one."""
-
     @nano(precision="bf16", verbose=False)
     def take(model, x):
         return copy.deepcopy(model), model(x)

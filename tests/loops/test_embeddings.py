@@ -57,8 +57,6 @@ class Bags(nn.Module):
 
 
 class Tied(nn.Module):
-    """A table whose weight is also the matrix of the last layer."""
-
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(ROWS, 16)

@@ -81,8 +81,6 @@ def test_training_goes_on_plainly_after_the_run(optimizer):
 
 
 def test_nothing_of_a_batch_is_changed_in_place():
-    """A batch is copied into the other layout for the call: the loop's own tensor is unchanged."""
-
     @nano(channels_last=True, precision="bf16", verbose=False)
     def train(model, batches):
         return [model(x) for x in batches]

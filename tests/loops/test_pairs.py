@@ -37,8 +37,6 @@ FAULTS = {
 BEYOND_SPREAD = {
     "another rate by far": lambda given: set_option(given, lr=1.05 * rate_of(given)),
     "another gradient": lambda given: given["model"].features[0].weight.register_hook(lambda gradient: 1.05 * gradient),
-    "another draw": FAULTS["another draw"],
-    "a leftover layout": FAULTS["a leftover layout"],
 }
 
 
@@ -62,10 +60,7 @@ def thread_count_and_autocast_kept():
     ("config", "fault"),
     [
         *(pytest.param(EXACT, fault, id=f"exact, {name}") for name, fault in FAULTS.items()),
-        *(
-            pytest.param(SHIPPED, fault, id=f"as shipped, {name}", marks=[pytest.mark.slow] * (name in FAULTS))
-            for name, fault in BEYOND_SPREAD.items()
-        ),
+        *(pytest.param(SHIPPED, fault, id=f"as shipped, {name}") for name, fault in BEYOND_SPREAD.items()),
     ],
 )
 def test_a_planted_fault_is_found(monkeypatch, config, fault):

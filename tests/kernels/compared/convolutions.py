@@ -172,7 +172,6 @@ def arguments(
 
 
 def by_torch(*given):
-    """Call torch's kernel."""
     return torch.ops.aten.convolution_backward(*given)
 
 

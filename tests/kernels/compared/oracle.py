@@ -102,7 +102,6 @@ class Row:
 
 
 def errors_of(row: Row, call: Any, ours: Results | None = None) -> list[tuple[float, float]]:
-    """Return the errors of our results, and their bounds."""
     ours, torchs, exact = row.ours(call) if ours is None else ours, row.torchs(call), row.of_fp64(call)
     assert len(ours) == len(torchs) >= len(exact)
     row.also(call, ours, torchs)
@@ -135,7 +134,6 @@ def assert_as_exact_as_torch(row: Row, sizes: Mapping[str, Any]) -> None:
 
 
 def assert_alike(call: Any, ours: Results, torchs: Results) -> None:
-    """Compare dtypes, shapes and strides."""
     for mine, other in zip(ours, torchs, strict=True):
         assert (mine.dtype, mine.shape, mine.stride()) == (other.dtype, other.shape, other.stride())
 

@@ -133,7 +133,6 @@ class Wrapper:
         self.noted = []
 
     def around(self, owner, name):
-        """Return a context in which a function is wrapped."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -146,7 +145,6 @@ class Wrapper:
         return mock.patch.object(owner, name, call)
 
     def around_all(self):
-        """Return a context in which all `FUNCTIONS` are wrapped."""
         contexts = ExitStack()
         for owner, name in FUNCTIONS:
             contexts.enter_context(self.around(owner, name))
@@ -215,8 +213,6 @@ def every_function_of_torch_noted(program):
 
 @row()
 def forward_hooks(program):
-    """They see the outputs of a layer, and change them."""
-
     def hook(module, _, out):
         out = out[0] if isinstance(out, tuple) else out
         program.seen.append((type(out), out.requires_grad, out.stride(), out.detach().abs().mean().item()))

@@ -7,7 +7,6 @@ from .table import row
 
 
 def norms_of(model):
-    """Return all norms of the model."""
     return model.batch_norm, model.group_norm, model.rms_norm, model.layer_norm, model.mlp[1], model.mlp[5]
 
 
@@ -87,7 +86,6 @@ def layers_exchanged(program):
 
 @row()
 def a_layer_taken_out(program):
-    """A norm between two layers is removed, and restored later."""
     norm = program.model.mlp[5]
     program.model.mlp[5] = nn.Identity()
     program.undo.callback(program.model.mlp.__setitem__, 5, norm)

@@ -41,8 +41,6 @@ def registered_collate_functions(program):
 
 @row()
 def samples_of_a_dataset(program):
-    """The dataset's class gets another ``__getitem__``."""
-
     def item(self, index):
         return -self.images[index], self.words[index].flip(0), self.targets[index]
 

@@ -47,7 +47,6 @@ def copied_into(program):
 
 @row(without=CHANNELS_LAST)  # by hand, weights are channels_last, so they cannot be views of a vector
 def memory_shared(program):
-    """All weights become views of one vector."""
     vector_to_parameters(0.9 * parameters_to_vector(program.model.parameters()), program.model.parameters())
 
 
@@ -207,7 +206,6 @@ def images_in_channels_last(program):
 
 @row()
 def a_narrower_layer(program):
-    """The hidden width of a perceptron is cut by new parameters."""
     mlp = program.model.mlp
     for name, place, shape in (
         ("weight", 4, (20, 32)),
