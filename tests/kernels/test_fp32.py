@@ -32,23 +32,14 @@ class Loss(nn.Module):
         return F.cross_entropy(logits * self.weight.t(), torch.arange(len(logits)), reduction="none")
 
 
-class InNhwc(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x):
-        return self.norm(x.contiguous(memory_format=torch.channels_last))
-
-
 MODELS = {
     "layer norm": (lambda: nn.LayerNorm(48), ROWS),
     "RMS norm": (lambda: nn.RMSNorm(48), ROWS),
     "linear": (lambda: nn.Linear(48, 40), ROWS),
     "linear of many inputs": (lambda: nn.Linear(600, 70), (40, 600)),
     "batch norm": (lambda: nn.BatchNorm2d(32), IMAGES),
-    "batch norm in NHWC": (lambda: InNhwc(nn.BatchNorm2d(32)), IMAGES),
-    "group norm in NHWC": (lambda: InNhwc(nn.GroupNorm(4, 32)), IMAGES),
+    "batch norm in NHWC": (lambda: nn.BatchNorm2d(32), IMAGES),
+    "group norm in NHWC": (lambda: nn.GroupNorm(4, 32), IMAGES),
     "cross-entropy": (Loss, (40, WORDS)),
 }
 
@@ -79,6 +70,7 @@ def test_errors_over_seeds_are_at_most_torchs(called, name):
     for seed in range(SEEDS):
         torch.manual_seed(seed)
         model, x = make(), 2 * torch.randn(shape)
+        x = x.contiguous(memory_format=torch.channels_last) if name.endswith("NHWC") else x
         gradient = torch.randn_like(model(x))
         exact = computed(copy.deepcopy(model).double(), x.double(), gradient)
         errors["torch"] += squares(computed(model, x, gradient), exact)
