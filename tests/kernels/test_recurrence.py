@@ -315,18 +315,17 @@ def test_layers_in_fp32_are_in_c_where_that_is_faster_before_they_are_measured(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hidden", [45, 300])
-def test_fewer_threads_than_asked_for_compute_all_parts(hidden):
+def test_fewer_threads_than_asked_for_compute_all_parts():
     """OpenMP may return fewer threads. torch's bf16 products are then wrong, so this is compared through files."""
     code = (
         "import sys, torch\n"
         "from nano_loop.kernels.rnn.recurrence import recurrence\n"
         "from nano_loop.kernels.rnn.recurrent_layer import LSTM, Arguments, Recurrence\n"
-        f"torch.set_num_threads(int(sys.argv[1])); torch.manual_seed(0); hidden = {hidden}\n"
+        "torch.set_num_threads(int(sys.argv[1])); torch.manual_seed(0)\n"
         "def normal(*sizes): return (torch.randn(sizes) / 8).requires_grad_()\n"
-        "weights = normal(4 * hidden, 70), normal(4 * hidden, hidden), normal(4 * hidden), normal(4 * hidden)\n"
-        "tensors = Arguments(normal(180, 70), *weights, normal(20, hidden), normal(20, hidden))\n"
-        "for in_bf16 in (False, True):\n"
+        "for hidden, in_bf16 in ((45, False), (45, True), (300, False), (300, True)):\n"
+        "    weights = normal(4 * hidden, 70), normal(4 * hidden, hidden), normal(4 * hidden), normal(4 * hidden)\n"
+        "    tensors = Arguments(normal(180, 70), *weights, normal(20, hidden), normal(20, hidden))\n"
         "    layer = Recurrence(LSTM, torch.arange(0, 181, 20), False, False, in_bf16, (torch.float32,) * 2)\n"
         "    outputs = recurrence(layer, tensors)\n"
         "    gradients = torch.autograd.grad(outputs[0].sum(), tensors)\n"
