@@ -113,30 +113,3 @@ def test_a_run_is_resumed(ways, optimizer, inside):
     found += differences(record_strides(actual), strides, path="strides")
     found += laid_otherwise(actual)
     assert not found, "\n".join(map(str, found))
-
-
-@pytest.mark.parametrize(
-    ("options", "optimizer"),
-    [
-        pytest.param(options, name, marks=[pytest.mark.slow] * ("channels_last" not in options and name != "adam"))
-        for options in ({}, {"channels_last": True}, {"precision": "bf16"})
-        for name in OPTIMIZERS
-    ],
-    ids=str,
-)
-def test_a_checkpoint_is_what_the_plain_loop_writes(optimizer, options):
-    """Same keys, options and dtypes, so no effect of the acceleration carries over into the next run."""
-    seed_all(0)
-    loader = images()
-    plain = torch.load(io.BytesIO(launch(None, new_run(OPTIMIZERS[optimizer], 1), loader)))
-    mine = torch.load(io.BytesIO(launch(options, new_run(OPTIMIZERS[optimizer], 1), loader)))
-    assert shape_of(mine["model"]) == shape_of(plain["model"])
-    assert shape_of(mine["optimizer"]["state"]) == shape_of(plain["optimizer"]["state"])
-    assert mine["optimizer"]["param_groups"] == plain["optimizer"]["param_groups"]
-    assert mine["scheduler"] == plain["scheduler"]
-
-
-def shape_of(state):
-    if isinstance(state, torch.Tensor):
-        return state.dtype, state.shape
-    return {key: shape_of(item) for key, item in state.items()} if isinstance(state, dict) else type(state)

@@ -77,22 +77,6 @@ def test_exported_model_computes_what_the_plain_one_computes(running, export):
 
 
 @DEPRECATED
-def test_tensorboards_graph_is_that_of_the_plain_model(running, tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    graphs = []
-    for number, model in enumerate(running):
-        with SummaryWriter(str(tmp_path / str(number))) as writer:
-            writer.add_graph(model, torch.rand(2, 3, 6, 6))
-        nodes = EventAccumulator(str(tmp_path / str(number))).Reload().Graph().node
-        graphs.append([(node.name, node.op, list(node.input)) for node in nodes])
-    assert graphs[0] == graphs[1]
-    assert len(graphs[0]) > 5
-
-
-@DEPRECATED
 def test_classes_and_functions_are_scripted_as_without_a_run(running):
     half = 0.5
 

@@ -315,19 +315,6 @@ def hooks_after_steps_of_optimizers(program):
 
 
 @row()
-def step_of_an_instance(program):
-    """As wrapped by torch's schedulers."""
-    for optimizer in program.optimizers:
-        step = optimizer.step
-
-        def counted(*args, step=step, **kwargs):
-            program.seen.append("a step")
-            return step(*args, **kwargs)
-
-        program.set(optimizer, step=counted)
-
-
-@row()
 def outputs_changed_in_place(program):
     """For all layers whose output is not needed by torch's backward."""
     model, losses = program.model, functools.partial(F.cross_entropy, reduction="none")

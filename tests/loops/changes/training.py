@@ -123,11 +123,6 @@ def setting(optimizers, **settings):
 
 
 @row()
-def lr(program):
-    setting(("sgd", "adamw", "adagrad"), lr=0.3)(program)
-
-
-@row()
 def lr_that_is_a_tensor(program):
     setting(("sgd", "adamw"), lr=torch.tensor(0.05))(program)
 
@@ -302,23 +297,6 @@ def moments_kept_and_written(program):
             moment.data.mul_(0.5).add_(0.01)
 
     program.undo.callback(program.adamw.register_step_post_hook(written).remove)
-
-
-@row()
-def closures(program):
-    """Each step recomputes the gradients in a closure."""
-
-    def closure():
-        for optimizer in program.optimizers:
-            optimizer.zero_grad()
-        loss = F.cross_entropy(program.call(*program.samples), program.loader.dataset.targets)
-        loss.backward()
-        program.seen.append(loss.item())
-        return loss
-
-    for optimizer in program.optimizers:
-        step = optimizer.step
-        program.set(optimizer, step=lambda step=step: step(closure))
 
 
 @row(without=("bf16-products",))  # the errors name other tensors
