@@ -29,13 +29,15 @@ def small_heads(chunk=5):
 class Language(nn.Module):
     """Predicts words. `loss` computes the loss of its logits, or returns something else."""
 
-    def __init__(self, loss=None, tied=False, bias=True):
+    def __init__(self, loss=None, tied=False, bias=True, frozen=()):
         super().__init__()
         self.embedding, self.inner = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=bias)
         if tied:
             self.head.weight = self.embedding.weight
         self.loss = loss
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(False)
 
     def forward(self, words, *targets):
         logits = self.head(torch.tanh(self.inner(self.embedding(words))))

@@ -196,10 +196,16 @@ def gradients(model, loss):
 
 
 def errors(found, exact):
-    return [((each.double() - right).norm() / right.norm()).item() for each, right in zip(found, exact, strict=True)]
+    pairs = [*zip(found, exact, strict=True)]
+    assert all((each is None) is (right is None) for each, right in pairs)  # in frozen parts
+    return [((each.double() - right).norm() / right.norm()).item() for each, right in pairs if right is not None]
 
 
-@pytest.mark.parametrize("settings", [{}, {"tied": True, "bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"tied": True, "bias": False}, {"frozen": ("head",)}, {"frozen": ("embedding", "inner")}],
+    ids=str,
+)
 @pytest.mark.parametrize("where", ["in the loop", "in the model"])
 @pytest.mark.parametrize("name", [*CHUNKED, *WHOLE])
 def test_loss_and_gradients_are_as_exact_as_torchs(name, where, settings):
@@ -247,24 +253,6 @@ def test_listed_operators_of_logits_run_in_the_dtype_of_their_list():
         with accelerated(model, precision="bf16", verbose=False, **options):
             model(words)
     assert seen == [torch.bfloat16, torch.float32]
-
-
-@pytest.mark.parametrize("loss", CHUNKED.values(), ids=CHUNKED)
-@pytest.mark.parametrize("frozen", ["head", "all but the head"])
-def test_frozen_parts_get_no_gradient(loss, frozen):
-    def build():
-        model = model_of()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.startswith("head") is (frozen != "head"))
-        return model
-
-    words, targets = batch()
-    models = build(), build()
-    loss(models[0](words), targets).backward()
-    with accelerated(models[1], verbose=False):
-        loss(models[1](words), targets).backward()
-        assert not head.noted().whole
-    torch.testing.assert_close(gradients_of(models[1]), gradients_of(models[0]), rtol=1e-4, atol=1e-7)
 
 
 READINGS = {
