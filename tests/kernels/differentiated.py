@@ -87,10 +87,6 @@ def activated(function):
     return lambda: Layer(lambda x, layer: function(layer(x)), nn.Linear(16, 16))
 
 
-def without_layer(function):
-    return lambda: Layer(lambda x, _: function(x), nn.Tanh())
-
-
 def recurrent(kind, hidden=6, **settings):
     return lambda: Layer(lambda x, layer: layer(x)[0], kind(6, hidden, **settings))
 
@@ -278,7 +274,9 @@ ROWS = {
         ("sync_batch_norm._Normalized", "sync_batch_norm._RankSum"),
         around=norms_of_one_rank,
     ),
-    "averaged gradient": Row(without_layer(lambda x: gradients._Mean.apply(x, x.detach())), (4,), ("gradients._Mean",)),
+    "averaged gradient": Row(
+        lambda: Layer(lambda x, _: gradients._Mean.apply(x, x.detach()), nn.Tanh()), (4,), ("gradients._Mean",)
+    ),
     "tanh": ACTIVATED(activated(torch.tanh), operators=("tanh",), calls="tanh_forward"),
     "gelu by tanh": ACTIVATED(
         activated(functools.partial(F.gelu, approximate="tanh")),

@@ -70,10 +70,6 @@ def test_compiled_callers_compute_the_same(in_force):
 # --- plans ---
 
 
-def planned(**case):
-    return arguments(**{"channels": 8, "outputs": 8, "mask": (True, True, True), **case})
-
-
 PLANNED = {
     "plain": {},
     "NCHW": {"layout": torch.contiguous_format},
@@ -90,7 +86,7 @@ PLANNED = {
 
 @pytest.mark.parametrize("case", PLANNED)
 def test_every_plan_gives_torch_s_gradients(case):
-    given = planned(**PLANNED[case])
+    given = arguments(**{"channels": 8, "outputs": 8, "mask": (True, True, True), **PLANNED[case]})
     call, theirs = convolution._supports(by_torch, *given), by_torch(*given)
     assert gradient_plans.Plan() in gradient_plans.plans(given)
     for plan in {*gradient_plans.plans(given), gradient_plans.first_guess(given)}:

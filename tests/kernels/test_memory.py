@@ -43,14 +43,6 @@ def preprocessed(name):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def pointers_of(kernel, function):
-    """Return the types of the pointers to elements that a function accepts."""
-    text = preprocessed(kernel.name)
-    (parameters,) = re.findall(rf"\b(?:void|int) {function}\(([^)]*)\)\s*\{{", text)
-    names = re.findall(r"(?:const )?(\w+) \*", parameters)
-    return [name for name in names if name not in ("Call", "Shape", "Entry", "Activation")]
-
-
 def test_every_source_has_a_kernel_whose_functions_are_declared():
     assert {*KERNELS, compiler.OPENMP} == {path.stem for path in (ROOT / "csrc").glob("*.c")}
     assert all(kernel.functions for kernel in KERNELS.values())
@@ -60,7 +52,9 @@ def test_every_source_has_a_kernel_whose_functions_are_declared():
 def test_declaration_of_each_function_is_that_of_its_source(kernel, function):
     if kernel.unavailable is not None:
         pytest.skip(kernel.unavailable)
-    names = pointers_of(kernel, function)
+    (parameters,) = re.findall(rf"\b(?:void|int) {function}\(([^)]*)\)\s*\{{", preprocessed(kernel.name))
+    types = re.findall(r"(?:const )?(\w+) \*", parameters)
+    names = [name for name in types if name not in ("Call", "Shape", "Entry", "Activation")]  # pointers to elements
     assert len(names) == len(kernel.functions[function])
     for name, pointer in zip(names, kernel.functions[function], strict=True):
         expected = TYPES.get(pointer.dtypes[0]) if len(pointer.dtypes) == 1 else None

@@ -72,12 +72,6 @@ def inputs_of(model, steps, batch, lengths=None, seed=1):
     return x if lengths is None else pack_padded_sequence(x, lengths, model.batch_first, enforce_sorted=False)
 
 
-def with_dtype(value, dtype):
-    if isinstance(value, PackedSequence):
-        return value._replace(data=value.data.to(dtype))
-    return tuple(each.to(dtype) for each in value) if isinstance(value, tuple) else value.to(dtype)
-
-
 def tensors_in(value):
     if isinstance(value, PackedSequence):
         return [value.data]
@@ -226,7 +220,7 @@ def test_dropout_between_layers_draws_as_torch_does(called, kind):
             torch.testing.assert_close(ours, other, rtol=1e-4, atol=2e-5)
     assert called.count("recurrence_forward") == 12
     model.eval()
-    exact = tensors_in(copy.deepcopy(model).double()(with_dtype(x, torch.double)))
+    exact = tensors_in(copy.deepcopy(model).double()(x._replace(data=x.data.double())))
     with in_c(), torch.no_grad():
         computed = tensors_in(model(x))
     torch.testing.assert_close(computed, exact, check_dtype=False, rtol=1e-5, atol=1e-6)

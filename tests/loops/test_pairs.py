@@ -12,16 +12,10 @@ from .nested import differences
 from .pairs import BF16, EXACT, FUSED, NHWC, SHIPPED, check, run_plain, written_by_hand
 from .tasks import ADAM, ConvNet, fit, images, job
 
-
-def add_in_place(tensor, number):
-    with torch.no_grad():
-        tensor.add_(number)
-
-
 #: Each fault gets the arguments of the loop.
 FAULTS = {
     "another rate": lambda given: set_option(given, lr=1.001 * rate_of(given)),
-    "another weight": lambda given: add_in_place(given["model"].head.bias[0], 1e-4),
+    "another weight": lambda given: given["model"].head.bias.data[0].add_(1e-4),
     "another statistic": lambda given: given["model"].features[1].running_mean.add_(1e-3),
     "another draw": lambda given: torch.rand(1),
     "a leftover hook": lambda given: given["model"].head.register_forward_hook(lambda *_: None),

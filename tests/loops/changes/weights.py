@@ -63,11 +63,6 @@ def state_loaded(program):
     program.undo.callback(lambda: program.model.load_state_dict(state))
 
 
-def without_layers_that_refuse_swaps(model):
-    """Return all modules except recurrent layers, which have weak references to their own weights."""
-    return [module for module in model.children() if not isinstance(module, nn.RNNBase)]
-
-
 @row()
 def swapped(program):
     """Trained, frozen and tied weights, a large table, and moments of optimizers."""
@@ -76,7 +71,9 @@ def swapped(program):
     program.undo.callback(model.head.requires_grad_, True)
     model.mlp[7].weight = model.mlp[4].weight
     moments = [state["sum"] for state in program.adagrad.state.values()]
-    weights = [weight for module in without_layers_that_refuse_swaps(model) for weight in module.parameters()]
+    # Recurrent layers refuse: they have weak references to their own weights.
+    modules = [module for module in model.children() if not isinstance(module, nn.RNNBase)]
+    weights = [weight for module in modules for weight in module.parameters()]
     for tensor in (*weights, *moments):
         other = 0.5 * tensor.detach()
         is_weight = isinstance(tensor, nn.Parameter)
