@@ -160,10 +160,11 @@ def group_of_one():
 
 @contextlib.contextmanager
 def norms_of_one_rank():
-    ranks = Ranks()
-    ranks.channel = SimpleNamespace(exchange=lambda data, what: [bytearray(data)])
-    with group_of_one(), norms_over_all_ranks(ranks):
-        yield
+    with group_of_one():
+        ranks = Ranks()
+        ranks.channel = SimpleNamespace(exchange=lambda data, what: [bytearray(data)])
+        with norms_over_all_ranks(ranks):
+            yield
 
 
 def norm_row(layer, shape, operator, **options):
