@@ -91,17 +91,22 @@ def behind_memory(monkeypatch):
     return behind
 
 
+def compute_every_size(patch):
+    """Remove nano_loop's size thresholds, so that its functions in C compute everything that they support."""
+    for module in modules():
+        for name in vars(module):
+            if re.fullmatch(r"_?MIN_[A-Z]+", name) and isinstance(getattr(module, name), int):
+                patch.setattr(module, name, 1)
+    compute_in_c(patch)
+
+
 @pytest.fixture(scope="module")
 def everything_in_c():
-    """Remove nano_loop's size thresholds, so that it computes everything that it supports."""
+    """Compute everything in C that can be, also layers for which torch is faster."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in modules():
-            for name in vars(module):
-                if re.fullmatch(r"_?MIN_[A-Z]+", name) and isinstance(getattr(module, name), int):
-                    patch.setattr(module, name, 1)
+        compute_every_size(patch)
         rounding_every_product(patch)
         patch.setattr(rnn, "_FEWEST_STEPS", dict.fromkeys(rnn._FEWEST_STEPS, (4, 4)))
         patch.setattr(rnn, "_FEWEST_BESIDE_ONEDNN", 4)
         patch.setattr(rnn, "is_faster_than_onednn", lambda call: True)
-        compute_in_c(patch)
         yield

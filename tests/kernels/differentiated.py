@@ -33,38 +33,24 @@ def modules():
 
 
 class Row(NamedTuple):
-    """A model to differentiate.
-
-    Attributes
-    ----------
-    build : callable
-        Returns the model.
-    shape : tuple of int
-        The shape of the model's input and output.
-    functions : tuple of str
-        The autograd functions in the graph, as module and class name.
-    operators : tuple of str
-        The replaced operators that are called, forward or backward.
-    calls : str or None
-        The C function that a first backward calls.
-    options : mapping
-        The options of the run.
-    kernel : CompiledKernel or None
-        The kernel that has to be available.
-    around : callable
-        Returns a context around all calls.
-    has_torchs_errors : bool
-        Whether inputs that torch rejects must be rejected with its message.
-    """
+    """A model to differentiate."""
 
     build: Callable[[], nn.Module]
+    #: The shape of the model's input and output.
     shape: tuple[int, ...]
+    #: The autograd functions in the graph, as module and class name.
     functions: tuple[str, ...] = ()
+    #: The replaced operators that are called, forward or backward.
     operators: tuple[str, ...] = ()
+    #: The C function that a first backward calls.
     calls: str | None = None
+    #: The options of the run.
     options: Mapping[str, Any] = MappingProxyType({})
+    #: The kernel that has to be available.
     kernel: Any = None
+    #: Returns a context around all calls.
     around: Callable[[], Any] = contextlib.nullcontext
+    #: Whether inputs that torch rejects must be rejected with its message.
     has_torchs_errors: bool = False
 
 
@@ -101,18 +87,8 @@ def activated(function):
     return lambda: Layer(lambda x, layer: function(layer(x)), nn.Linear(16, 16))
 
 
-def without_layer(function):
-    return lambda: Layer(lambda x, _: function(x), nn.Tanh())
-
-
 def recurrent(kind, hidden=6, **settings):
     return lambda: Layer(lambda x, layer: layer(x)[0], kind(6, hidden, **settings))
-
-
-def with_one_bias():
-    model = recurrent(nn.GRU)()
-    model.layer.bias_ih_l0 = model.layer.bias_hh_l0
-    return model
 
 
 def packed(kind, hidden=6, **settings):
@@ -176,13 +152,19 @@ def multiplied(x, layer):
 @contextlib.contextmanager
 def group_of_one():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    ranks = Ranks()
-    ranks.channel = SimpleNamespace(exchange=lambda data, what: [bytearray(data)])
     try:
-        with norms_over_all_ranks(ranks):
-            yield
+        yield
     finally:
         distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def norms_of_one_rank():
+    with group_of_one():
+        ranks = Ranks()
+        ranks.channel = SimpleNamespace(exchange=lambda data, what: [bytearray(data)])
+        with norms_over_all_ranks(ranks):
+            yield
 
 
 def norm_row(layer, shape, operator, **options):
@@ -212,16 +194,13 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 RNNS = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn_tanh": nn.RNN, "rnn_relu": functools.partial(nn.RNN, nonlinearity="relu")}
 ROWS = {
     **{name: RECURRENT(recurrent(kind), (5, 4, 6), operators=(f"{name}.input",)) for name, kind in RNNS.items()},
+    "gru, packed": RECURRENT(packed(nn.GRU), (5, 3, 6), operators=("gru.data",)),
     **{
-        f"{name}, packed": RECURRENT(packed(kind), (5, 3, 6), operators=(f"{name}.data",))
+        f"{name}, packed, both ways": RECURRENT(
+            packed(kind, 3, bidirectional=True), (5, 3, 6), operators=(f"{name}.data",)
+        )
         for name, kind in RNNS.items()
     },
-    **{
-        f"{name}, packed, both ways": RECURRENT(packed(kind, 3, bidirectional=True), (5, 3, 6))
-        for name, kind in RNNS.items()
-    },
-    "gru of two layers": RECURRENT(recurrent(nn.GRU, num_layers=2), (5, 4, 6)),
-    "gru with one bias": RECURRENT(with_one_bias, (5, 4, 6)),
     "gru in bf16": RECURRENT(recurrent(nn.GRU), (5, 4, 6), options=BF16),
     "lstm in bf16": Row(recurrent(nn.LSTM), (5, 4, 6), options=BF16),  # on some CPUs, by oneDNN
     "lstm by oneDNN": Row(recurrent(nn.LSTM), (3, 4, 6), operators=("mkldnn_rnn_layer_backward",)),
@@ -294,9 +273,11 @@ ROWS = {
         normalized(nn.SyncBatchNorm, 16, track_running_stats=False),
         (6, 16),
         ("sync_batch_norm._Normalized", "sync_batch_norm._RankSum"),
-        around=group_of_one,
+        around=norms_of_one_rank,
     ),
-    "averaged gradient": Row(without_layer(lambda x: gradients._Mean.apply(x, x.detach())), (4,), ("gradients._Mean",)),
+    "averaged gradient": Row(
+        lambda: Layer(lambda x, _: gradients._Mean.apply(x, x.detach()), nn.Tanh()), (4,), ("gradients._Mean",)
+    ),
     "tanh": ACTIVATED(activated(torch.tanh), operators=("tanh",), calls="tanh_forward"),
     "gelu by tanh": ACTIVATED(
         activated(functools.partial(F.gelu, approximate="tanh")),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from nano_loop import accelerated
 from nano_loop.kernels.head import head, layers
 
 WORDS, WIDTH = 1000, 16
@@ -28,13 +29,15 @@ def small_heads(chunk=5):
 class Language(nn.Module):
     """Predicts words. `loss` computes the loss of its logits, or returns something else."""
 
-    def __init__(self, loss=None, tied=False, bias=True, rows=None):
+    def __init__(self, loss=None, tied=False, bias=True, frozen=()):
         super().__init__()
         self.embedding, self.inner = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=bias)
         if tied:
             self.head.weight = self.embedding.weight
         self.loss = loss
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(False)
 
     def forward(self, words, *targets):
         logits = self.head(torch.tanh(self.inner(self.embedding(words))))
@@ -51,3 +54,15 @@ def batch(seed=0):
     words, targets = torch.randint(WORDS, (2, 3, 7), generator=generator)
     targets[1, 2:5] = -100
     return words, targets
+
+
+def inside_and_outside(function, **options):
+    """Return what a function of a model returns in a run, and without one."""
+    model = model_of()
+    with accelerated(model, verbose=False, **options):
+        found = function(model)
+    return found, function(model_of())
+
+
+def gradients_of(model):
+    return [parameter.grad for parameter in model.parameters()]

@@ -25,20 +25,6 @@ def every_size_is_large(request, monkeypatch):
     monkeypatch.setattr(module, "MIN_SCORES", 1)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Record for each call whether nano_loop computes it."""
-    counted = []
-
-    def counting(*args, **kwargs):
-        call = module._supports(*args, **kwargs)
-        counted.append(call is not None)
-        return call
-
-    monkeypatch.setattr(compared, "OVERRIDE", compared.OVERRIDE._replace(supports=counting))
-    return counted
-
-
 VIEWS = {
     "heads of one projection": lambda x: x.view(2, 17, 3, 3, 16).permute(3, 0, 2, 1, 4).unbind(0),
     "keys of one head for all": lambda x: (
@@ -88,16 +74,6 @@ def test_rows_with_a_large_common_offset_have_the_gradients_of_the_definition(nu
         assert (found - reference).norm() < 0.01 * reference.norm()
 
 
-def test_no_heads_and_no_columns_divide_nothing():
-    query, none = inputs()[0], inputs()[0][:, :0]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert module._supports(None, query, none, none, enable_gqa=True) is None
-    assert blocked_attention.scale_of(query[..., :0], None) == 1
-    if blocked_attention.KERNEL.unavailable is None:
-        out, log_sums = blocked_attention.forward(blocked_attention.KERNEL, blocked_attention.Inputs(none, none, none))
-        assert (out.shape, log_sums.shape) == (none.shape, none.shape[:-1])
-
-
 def test_certain_dropout_gives_zeros():
     with torch.autocast("cpu", torch.bfloat16):
         assert all(each.eq(0).all() for each in results(attention, inputs(), dropout_p=1.0))
@@ -125,9 +101,18 @@ def test_what_torch_refuses_is_refused(tensors, kwargs):
 
 
 @pytest.fixture
-def in_force(calls):
+def in_force(monkeypatch):
+    """Replace torch's attention, and record for each call whether nano_loop computes it."""
+    counted = []
+
+    def counting(*args, **kwargs):
+        call = module._supports(*args, **kwargs)
+        counted.append(call is not None)
+        return call
+
+    monkeypatch.setattr(compared, "OVERRIDE", compared.OVERRIDE._replace(supports=counting))
     with overridden("scaled_dot_product_attention", plainly(attention), "AutocastCPU"):
-        yield calls
+        yield counted
 
 
 def test_second_derivatives_work_where_the_user_asks_for_torchs_plain_kernel(in_force):

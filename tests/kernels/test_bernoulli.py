@@ -153,26 +153,16 @@ def made():
     return compiled.compiled("bernoulli", False).draw_bernoulli
 
 
+#: In addition to those of `tests/faults/damaged_files.py`.
 DAMAGES = {
-    "other bytes": lambda library, content: library.write_bytes(b"damaged"),
-    "cut off": lambda library, content: library.write_bytes(content[:4096]),
     "cut off in the middle of its last page": lambda library, content: library.write_bytes(content[:-40]),
-    "without its last blocks": lambda library, content: library.write_bytes(content[:8192].ljust(len(content), b"\0")),
     "empty": lambda library, content: library.touch(),
-    "a pipe": lambda library, content: os.mkfifo(library),
-    "a link": lambda library, content: library.symlink_to("/dev/full"),
     "endless": lambda library, content: library.touch() or os.truncate(library, 1 << 40),
 }
 
 
 @same_draws
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(damage, id=name, marks=[pytest.mark.slow] * (name in ("cut off", "empty", "other bytes")))
-        for name, damage in DAMAGES.items()
-    ],
-)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_library_is_compiled_again(compiled_here, damage):
     assert made()
     (library,) = compiled_here.iterdir()

@@ -21,7 +21,6 @@ def every_size_is_worth_it(monkeypatch):
 
 @pytest.fixture
 def in_force():
-    """Apply `standing_in` for a whole test."""
     with standing_in() as left:
         yield left
 
@@ -71,10 +70,6 @@ def test_compiled_callers_compute_the_same(in_force):
 # --- plans ---
 
 
-def planned(**case):
-    return arguments(**{"channels": 8, "outputs": 8, "mask": (True, True, True), **case})
-
-
 PLANNED = {
     "plain": {},
     "NCHW": {"layout": torch.contiguous_format},
@@ -91,7 +86,7 @@ PLANNED = {
 
 @pytest.mark.parametrize("case", PLANNED)
 def test_every_plan_gives_torch_s_gradients(case):
-    given = planned(**PLANNED[case])
+    given = arguments(**{"channels": 8, "outputs": 8, "mask": (True, True, True), **PLANNED[case]})
     call, theirs = convolution._supports(by_torch, *given), by_torch(*given)
     assert gradient_plans.Plan() in gradient_plans.plans(given)
     for plan in {*gradient_plans.plans(given), gradient_plans.first_guess(given)}:

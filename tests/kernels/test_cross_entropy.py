@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.compared.losses import by_torch, logits_of, ours, with_gradient
 from nano_loop.kernels.head.cross_entropy import KERNEL, cross_entropy
@@ -50,10 +51,8 @@ def test_gradient_that_a_program_writes_to_is_not_the_next_one(reduction):
     assert torch.equal(torch.autograd.grad(loss, logits)[0], expected)
 
 
-def test_without_gradients_it_keeps_nothing():
+def test_in_inference_mode_it_keeps_nothing():
     logits, target = logits_of(5, 1200)
-    with torch.no_grad():
-        assert torch.equal(ours(logits, target), ours(logits, target).detach())
     with torch.inference_mode():
         assert not ours(logits.detach(), target).requires_grad
 
@@ -71,18 +70,7 @@ def test_what_torch_has_to_compute_is_left_to_it():
     assert cross_entropy(logits[:, :0].contiguous(), torch.full_like(target, -100)) is None
     assert cross_entropy(logits, target, label_smoothing=1.5) is None
     assert cross_entropy(torch.nn.Parameter(logits.detach()).to("meta"), target) is None
-
-
-@pytest.mark.parametrize("wrong", [1000, -1, 2**40])
-def test_target_that_is_no_class_is_left_to_torch_s_error(wrong):
-    logits, target = logits_of(6, 1000)
-    target[4] = wrong
-    assert cross_entropy(logits, target) is None
-
-
-def test_modes_that_trace_operators_see_torch_s():
-    from torch.utils.flop_counter import FlopCounterMode
-
-    logits, target = logits_of(6, 1000)
-    with FlopCounterMode(display=False):
+    for wrong in (1000, -1, 2**40):  # torch raises an error
+        assert cross_entropy(logits, target.index_fill(0, torch.tensor([4]), wrong)) is None
+    with FlopCounterMode(display=False):  # it counts torch's operators
         assert cross_entropy(logits, target) is None

@@ -15,7 +15,6 @@ MANY = 1 << 20  # elements, which torch splits among its threads
 
 
 def keeps_denormals():
-    """Return whether all of torch's threads keep denormal values."""
     return torch.full((MANY,), DENORMAL).mul(0.5).count_nonzero() == MANY
 
 

@@ -53,11 +53,6 @@ def first(call, leaves, **options):
     return torch.autograd.grad(loss_of_output(call(leaves[0])), leaves, **options)
 
 
-def retained(call, leaves):
-    loss = loss_of_output(call(leaves[0]))
-    return [*torch.autograd.grad(loss, leaves, retain_graph=True), *torch.autograd.grad(loss, leaves)]
-
-
 def second(call, leaves):
     firsts = first(call, leaves, create_graph=True)
     return [*firsts, *torch.autograd.grad(sum(each.square().sum() for each in firsts), leaves, materialize_grads=True)]
@@ -66,11 +61,6 @@ def second(call, leaves):
 def vectors(y):
     generator = torch.Generator().manual_seed(3)
     return torch.randn(2, *y.shape, generator=generator, dtype=torch.double).to(y.dtype)
-
-
-def batched(call, leaves):
-    y = call(leaves[0])
-    return torch.autograd.grad(y, leaves, vectors(y), is_grads_batched=True)
 
 
 def batched_twice(call, leaves):
@@ -95,22 +85,9 @@ def mapped(call, leaves):
     return torch.func.vmap(functools.partial(torch.autograd.grad, y, leaves, retain_graph=True))(vectors(y))
 
 
-def of_gradient(call, leaves):
-    y = call(leaves[0])
-
-    def total(vector):
-        return sum(each.square().sum() for each in torch.autograd.grad(y, leaves, vector, create_graph=True))
-
-    return [torch.func.grad(total)(y.detach())]
-
-
 def functional(call, leaves):
     slope = torch.func.grad(lambda x: loss_of_output(call(x)))
     return [torch.func.grad(lambda x: slope(x).square().sum())(leaves[0].detach())]
-
-
-def jacobian(call, leaves):
-    return [torch.func.jacrev(lambda x: call(x).flatten()[:3])(leaves[0].detach())]
 
 
 def of_each_batch(call, leaves):
@@ -141,19 +118,14 @@ def by_backward(call, leaves):
 
 WAYS = {
     "first": first,
-    "retained": retained,
     "create_graph": second,
-    "is_grads_batched": batched,
     "is_grads_batched, create_graph": batched_twice,
     "is_grads_batched, of a gradient": hessian_products,
     "negative bit": negative,
     "vmap": mapped,
-    "func.grad of a gradient": of_gradient,
     "func.grad of func.grad": functional,
-    "jacrev": jacobian,
     "vmap of func.grad": of_each_batch,
     "forward mode": tangent,
-    "checkpoint": checkpointed(first, False),
     "checkpoint, create_graph": checkpointed(second, False),
     "reentrant checkpoint": checkpointed(by_backward, True),
 }
@@ -161,12 +133,6 @@ WAYS = {
 
 #: In bf16, these results are only noise.
 IN_FP32 = {"is_grads_batched, of a gradient"}
-#: Covered by other ways.
-REPEATED = {"retained", "is_grads_batched", "func.grad of a gradient", "jacrev", "checkpoint"}
-
-
-def ways_of(row):
-    return [way for way in WAYS if way not in IN_FP32 or "precision" not in row.options]
 
 
 #: Functions that only a second derivative calls.
@@ -174,30 +140,14 @@ ONLY_BEHIND = {"cross_entropy._Place", "sync_batch_norm._RankSum"}
 UNIMPLEMENTED = "is not implemented"
 
 
-def again(model, count):
-    def call(x):
-        for _ in range(count):
-            x = model(x)
-        return x
-
-    return call
-
-
-def in_two(one, other):
-    return lambda x: other(one(x)) + one(x)
-
-
 #: The number of models, and how they are composed.
 CALLS = {
-    "once": (1, functools.partial(again, count=1)),
-    "twice": (1, functools.partial(again, count=2)),
-    "three times": (1, functools.partial(again, count=3)),
-    "in two models": (2, in_two),
+    "twice": (1, lambda model: lambda x: model(model(x))),
+    "in two models": (2, lambda one, other: lambda x: other(one(x)) + one(x)),
 }
 
 
 def functions_in(graph):
-    """Return the names of the autograd functions that lead to a node."""
     nodes, names = {graph}, set()
     while nodes:
         node = nodes.pop()
@@ -265,41 +215,18 @@ def differences(row, way, calls):
             yield f"{where}: result {place} has an error of {error:.2g}, torch's {bound:.2g}"
 
 
-def row_of(name):
-    row = ROWS[name]
+#: How models are called, and the ways to differentiate them.
+CALLED = {"twice": WAYS.keys(), "in two models": {"create_graph"}}
+
+
+@pytest.mark.parametrize(("calls", "ways"), CALLED.items(), ids=CALLED)
+@pytest.mark.parametrize("name", ROWS)
+def test_derivatives_are_torchs(everything_in_c, called, name, calls, ways):
+    row, found = ROWS[name], []
     if row.kernel is not None and row.kernel.unavailable is not None:
         pytest.skip(row.kernel.unavailable)
-    return row
-
-
-#: Rows whose functions have another row, and those of rare layers, are tested with the slow tests only.
-LIKE_OTHERS = {
-    *(f"{kind}, packed" for kind in ("lstm", "rnn_tanh", "rnn_relu")),
-    *(f"{kind}, packed, both ways" for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu")),
-    *("rnn_relu", "gru of two layers", "gru with one bias", "rms norm without weights"),
-    *("cross-entropy without smoothing", "attention in blocks, of three dimensions", "group norm of images"),
-}
-EACH_ROW = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in ROWS]
-)
-
-
-#: How models are called, and the ways to differentiate them. The first ones cover most faults.
-CALLED = [
-    pytest.param("twice", WAYS.keys() - REPEATED, id="twice"),
-    pytest.param("in two models", {"create_graph"}, id="in two models"),
-    pytest.param("twice", REPEATED, id="twice, repeated", marks=pytest.mark.slow),
-    pytest.param("in two models", WAYS.keys() - {"create_graph"}, id="in two models, repeated", marks=pytest.mark.slow),
-    *(pytest.param(calls, WAYS.keys(), id=calls, marks=pytest.mark.slow) for calls in ("once", "three times")),
-]
-
-
-@pytest.mark.parametrize(("calls", "ways"), CALLED)
-@EACH_ROW
-def test_derivatives_are_torchs(everything_in_c, called, name, calls, ways):
-    row, found = row_of(name), []
-    for way in ways_of(row):
-        if way in ways:
+    for way in ways:
+        if way not in IN_FP32 or "precision" not in row.options:
             found += differences(row, way, calls)
             assert way != "first" or row.calls is None or row.calls in called
     assert not found

@@ -1,6 +1,5 @@
 """A head and its loss are computed in chunks of rows, however the loss is written, and logits are unchanged."""
 
-import contextlib
 import copy
 import gc
 import sys
@@ -13,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels import heads as heads_of_tests
-from kernels.heads import WORDS, Language, batch, model_of, small_heads
+from kernels.heads import WORDS, Language, batch, gradients_of, inside_and_outside, model_of, small_heads
 from nano_loop import accelerated, nano
 from nano_loop.kernels.head import head
 from nano_loop.kernels.head.logits import LazyLogits
@@ -193,14 +192,20 @@ def gradients(model, loss):
     words, targets = batch()
     value = loss(model(words), targets)
     value.backward()
-    return [value.detach(), *(parameter.grad for parameter in model.parameters())]
+    return [value.detach(), *gradients_of(model)]
 
 
 def errors(found, exact):
-    return [((each.double() - right).norm() / right.norm()).item() for each, right in zip(found, exact, strict=True)]
+    pairs = [*zip(found, exact, strict=True)]
+    assert all((each is None) is (right is None) for each, right in pairs)  # in frozen parts
+    return [((each.double() - right).norm() / right.norm()).item() for each, right in pairs if right is not None]
 
 
-@pytest.mark.parametrize("settings", [{}, {"tied": True, "bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"tied": True, "bias": False}, {"frozen": ("head",)}, {"frozen": ("embedding", "inner")}],
+    ids=str,
+)
 @pytest.mark.parametrize("where", ["in the loop", "in the model"])
 @pytest.mark.parametrize("name", [*CHUNKED, *WHOLE])
 def test_loss_and_gradients_are_as_exact_as_torchs(name, where, settings):
@@ -215,7 +220,7 @@ def test_loss_and_gradients_are_as_exact_as_torchs(name, where, settings):
         assert value.__class__ is torch.Tensor
         value.backward()
         assert bool(head.noted().whole) is (name in WHOLE)
-    ours = [value.detach(), *(parameter.grad for parameter in model.parameters())]
+    ours = [value.detach(), *gradients_of(model)]
     for mine, other in zip(errors(ours, exact), errors(theirs, exact), strict=True):
         assert mine <= 1.5 * other + 2e-7
 
@@ -234,7 +239,7 @@ def test_loss_and_gradients_in_reduced_precision_are_as_exact_as_those_of_whole_
             assert isinstance(logits, LazyLogits) is is_chunked
             value = loss(logits, targets)
             value.backward()
-        return [value.detach(), *(parameter.grad for parameter in model.parameters())]
+        return [value.detach(), *gradients_of(model)]
 
     exact = gradients(model_of().double(), loss)
     for mine, other in zip(errors(trained(True), exact), errors(trained(False), exact), strict=True):
@@ -248,27 +253,6 @@ def test_listed_operators_of_logits_run_in_the_dtype_of_their_list():
         with accelerated(model, precision="bf16", verbose=False, **options):
             model(words)
     assert seen == [torch.bfloat16, torch.float32]
-
-
-@pytest.mark.parametrize("loss", CHUNKED.values(), ids=CHUNKED)
-@pytest.mark.parametrize("frozen", ["head", "all but the head"])
-def test_frozen_parts_get_no_gradient(loss, frozen):
-    def build():
-        model = model_of()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.startswith("head") is (frozen != "head"))
-        return model
-
-    words, targets = batch()
-    models = build(), build()
-    loss(models[0](words), targets).backward()
-    with accelerated(models[1], verbose=False):
-        loss(models[1](words), targets).backward()
-        assert not head.noted().whole
-    for theirs, ours in zip(*(model.parameters() for model in models), strict=True):
-        assert (ours.grad is None) is (theirs.grad is None)
-        if ours.grad is not None:
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7)
 
 
 READINGS = {
@@ -347,33 +331,6 @@ def test_logits_that_are_read_are_what_they_were(reading, when):
     torch.testing.assert_close(found.clone(), expected.clone(), rtol=1e-5, atol=1e-5)
 
 
-def test_model_that_returns_its_logits_and_loss_and_hidden_states():
-    class Returning(Language):
-        def forward(self, words, targets):
-            hidden = torch.tanh(self.inner(self.embedding(words)))
-            logits = self.head(hidden)
-            return {"logits": logits, "loss": nano_gpt(logits, targets), "hidden_states": (hidden,)}
-
-    def trained(model):
-        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.1), []
-        for step in range(3):
-            outputs = model(*batch(step))
-            outputs["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen += [outputs["loss"].detach(), outputs["logits"].argmax(-1), outputs["hidden_states"][0].detach()]
-            seen.append(outputs["logits"].detach())
-        return seen
-
-    results = []
-    for run in (contextlib.nullcontext(), None):
-        torch.manual_seed(0)
-        model = Returning()
-        with run or accelerated(model, verbose=False):
-            results.append([each.clone() for each in trained(model)])
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-
-
 def test_logits_of_an_epoch_are_what_they_were_with_one_old_weight_a_step():
     def trained(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -408,10 +365,7 @@ def test_logits_of_a_frozen_head_that_is_trained_later_are_what_they_were():
         optimizer.step()
         return logits.argmax(-1), logits.detach().clone()
 
-    expected, model = trained(model_of()), model_of()
-    with accelerated(model, verbose=False):
-        found = trained(model)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*inside_and_outside(trained))
 
 
 def test_write_in_inference_mode_to_the_input_does_not_change_the_logits():
@@ -422,10 +376,7 @@ def test_write_in_inference_mode_to_the_input_does_not_change_the_logits():
             hidden.mul_(2)
             return logits.argmax(-1), logits.logsumexp(-1)
 
-    expected, model = read(model_of()), model_of()
-    with accelerated(model, verbose=False):
-        found = read(model)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*inside_and_outside(read))
 
 
 def test_losses_that_are_kept_hold_nothing_of_the_head():
@@ -468,8 +419,7 @@ def test_losses_of_small_parts_hold_one_gradient_of_the_weight_between_forward_a
         assert not head.noted().whole
         assert held() <= before + 1
         sum(losses).backward()
-    for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradients_of(model), gradients_of(theirs), rtol=1e-4, atol=1e-6)
 
 
 WRITES = {
@@ -497,10 +447,7 @@ def test_logits_that_are_read_after_a_write_by_data_are_what_they_were(written, 
         WRITES[written](model.head, hidden)
         return logits.detach()[0].clone(), logits.argmax(-1)
 
-    expected, model = trained(model_of()), model_of()
-    with accelerated(model, verbose=False):
-        found = trained(model)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*inside_and_outside(trained))
 
 
 @pytest.mark.parametrize("has_few_rows", [False, True])
@@ -583,51 +530,40 @@ def test_who_looks_at_the_gradient_of_logits_sees_it(observe, of):
         words, targets = batch()
         logits = change(model(words))
         seen = observe(logits, lambda: loss(logits.view(-1, WORDS), targets.view(-1)))
-        return [seen, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+        return [seen, *gradients_of(model)]
 
-    expected, model = observed(model_of()), model_of()
-    with accelerated(model, verbose=False):
-        found = observed(model)
-    assert len(found) == len(expected)
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(*inside_and_outside(observed), rtol=1e-4, atol=1e-7)
 
 
-def scaled_twice(model):
-    words, targets = batch()
+def scaled_twice(model, words, targets):
     for part in (words, words.flip(0)):
         (nano_gpt(model(part), targets) / 2).backward()
 
 
-def backward_twice(model):
-    words, targets = batch()
+def backward_twice(model, words, targets):
     loss = nano_gpt(model(words), targets)
     loss.backward(retain_graph=True)
     (3 * loss).backward()
 
 
-def of_two_heads(model):
-    words, targets = batch()
+def of_two_heads(model, words, targets):
     hidden = model.inner(model.embedding(words))
     first, second = model.head(hidden), model.head(hidden.tanh())
     (nano_gpt(first, targets) + nano_gpt(second, targets.flip(0)) + (first + second).square().mean()).backward()
 
 
-def with_a_penalty(model):
-    words, targets = batch()
+def with_a_penalty(model, words, targets):
     logits = model(words)
     (nano_gpt(logits, targets) + 1e-2 * logits[..., :3].square().mean()).backward()
 
 
-def with_a_second_derivative(model):
-    words, targets = batch()
+def with_a_second_derivative(model, words, targets):
     loss = nano_gpt(model(words), targets)
     found = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
     (loss + sum(each.square().sum() for each in found)).backward()
 
 
-def with_torch_func(model):
-    words, targets = batch()
+def with_torch_func(model, words, targets):
     weights = {name: each.detach() for name, each in model.named_parameters()}
 
     def loss(weights):
@@ -637,13 +573,11 @@ def with_torch_func(model):
         model.get_parameter(name).grad = gradient
 
 
-def with_a_checkpoint(model):
-    words, targets = batch()
+def with_a_checkpoint(model, words, targets):
     checkpoint(lambda words: nano_gpt(model(words), targets), words, use_reentrant=False).backward()
 
 
-def with_hooks_on_the_head(model):
-    words, targets = batch()
+def with_hooks_on_the_head(model, words, targets):
     handles = [
         model.head.register_forward_hook(lambda module, inputs, output: output * 2),
         model.head.register_full_backward_hook(lambda module, inwards, outwards: (inwards[0] / 2,)),
@@ -653,8 +587,7 @@ def with_hooks_on_the_head(model):
         handle.remove()
 
 
-def with_generation_between(model):
-    words, targets = batch()
+def with_generation_between(model, words, targets):
     nano_gpt(model(words), targets).backward()
     with torch.no_grad():
         for _ in range(3):
@@ -663,16 +596,14 @@ def with_generation_between(model):
     nano_gpt(model(words), targets).backward()
 
 
-def with_a_compiled_loss(model):
-    words, targets = batch()
+def with_a_compiled_loss(model, words, targets):
     torch.compile(lambda logits: nano_gpt(logits, targets) + logits[..., :3].mean(), backend="aot_eager")(
         model(words)
     ).backward()
     torch.compiler.reset()
 
 
-def masked_after_the_loss(model):
-    words, targets = batch()
+def masked_after_the_loss(model, words, targets):
     logits = model(words)
     loss = nano_gpt(logits, targets)
     with torch.no_grad():
@@ -692,27 +623,23 @@ class Negated(torch.autograd.Function):
         return -gradient
 
 
-def negated_by_a_function(model):
-    words, targets = batch()
+def negated_by_a_function(model, words, targets):
     nano_gpt(Negated.apply(model(words)), targets).backward()
 
 
-def half_negated_by_a_function(model):
-    words, targets = batch()
+def half_negated_by_a_function(model, words, targets):
     nano_gpt(Negated.apply(model(words) / 2), targets).backward()
 
 
-def negated_twice_by_a_function(model):
-    words, targets = batch()
+def negated_twice_by_a_function(model, words, targets):
     logits = Negated.apply(model(words))
     (nano_gpt(logits, targets) + nano_gpt(Negated.apply(logits * 2), targets)).backward()
 
 
-def interrupted(model):
+def interrupted(model, words, targets):
     def interrupt(gradient):
         raise InterruptedError
 
-    words, targets = batch()
     loss = nano_gpt(model(words), targets)
     handle = model.inner.weight.register_hook(interrupt)
     with pytest.raises(InterruptedError):
@@ -733,12 +660,11 @@ def interrupted(model):
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch, where a graph breaks
 def test_gradients_are_torchs(train):
-    models = model_of(), model_of()
-    train(models[0])
-    with accelerated(models[1], fast_cross_entropy=True, verbose=False):
-        train(models[1])
-    for theirs, ours in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+    def trained(model):
+        train(model, *batch())
+        return gradients_of(model)
+
+    torch.testing.assert_close(*inside_and_outside(trained, fast_cross_entropy=True), rtol=1e-3, atol=1e-6)
 
 
 def test_rows_without_a_label_are_never_computed(monkeypatch):

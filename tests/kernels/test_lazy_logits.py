@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.cpp_extension import load_inline
 from torch.utils.dlpack import to_dlpack
 
-from kernels.heads import WORDS, batch, model_of, small_heads
+from kernels.heads import WORDS, batch, gradients_of, inside_and_outside, model_of, small_heads
 from nano_loop import accelerated
 from nano_loop.kernels.head.logits import LazyLogits
 from nano_loop.patching.operators import gives_kernels
@@ -189,11 +189,7 @@ def test_who_writes_to_it_changes_what_all_names_of_it_read(writer):
             WRITERS[writer](y)
             return [each.clone() for each in (y, view, copied)] + [F.cross_entropy(y.view(-1, WORDS), targets.view(-1))]
 
-    expected, model = written(model_of()), model_of()
-    with accelerated(model, verbose=False):
-        found = written(model)
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*inside_and_outside(written), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("writer", ["setitem", "of a view", "mul_", "from C++"])
@@ -205,13 +201,9 @@ def test_gradient_of_what_was_written_to_is_torchs(writer):
         view = y.view(-1, WORDS)
         WRITERS[writer](y)
         (F.cross_entropy(view, targets.view(-1)) + y.square().mean()).backward()
-        return [parameter.grad for parameter in model.parameters()]
+        return gradients_of(model)
 
-    expected, model = written(model_of()), model_of()
-    with accelerated(model, verbose=False):
-        found = written(model)
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*inside_and_outside(written), rtol=1e-4, atol=1e-6)
 
 
 def test_it_outlives_its_run():

@@ -1,6 +1,5 @@
 """Graphs keep rounded factors in bf16: with the same gradients, and only where nothing else can see it."""
 
-import contextlib
 import functools
 
 import pytest
@@ -82,30 +81,26 @@ def every_size_is_large(monkeypatch):
     monkeypatch.setattr(norms, "MIN_ELEMENTS", 1)
 
 
-@pytest.fixture
-def kept_in_fp32():
-    """A context in which graphs keep fp32 tensors."""
-
-    @contextlib.contextmanager
-    def kept():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(narrow_copies, "MIN_ELEMENTS", 1 << 60)
-            yield
-
-    return kept
-
-
-def built(name, dtype=FP32):
+def built(name):
     torch.manual_seed(0)
     build, shape = MODELS[name]
-    model, x = build().to(dtype), torch.randn(shape, dtype=dtype)
+    model, x = build(), torch.randn(shape)
     if x.dim() == 4:
         model, x = (each.to(memory_format=torch.channels_last) for each in (model, x))
     return model, x
 
 
-def accelerated(function, *args, **options):
-    return nano_loop.nano(verbose=False, precision="auto", tune_operators=False, **options)(function)(*args)
+def accelerated(function, *args):
+    return nano_loop.nano(verbose=False, precision="auto", tune_operators=False)(function)(*args)
+
+
+def assert_as_if_kept_in_fp32(function, *args):
+    """Check that results have the bits of a run in which graphs keep fp32 tensors."""
+    ours = accelerated(function, *args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(narrow_copies, "MIN_ELEMENTS", 1 << 60)
+        assert all(map(torch.equal, ours, accelerated(function, *args)))
+    assert {each.dtype for each in ours} == {FP32}
 
 
 def kept_by(out):
@@ -125,8 +120,8 @@ def kept_by(out):
     return found
 
 
-def gradients(model, x, **options):
-    return torch.autograd.grad(model(x).square().mean(), [x, *model.parameters()], **options)
+def gradients(model, x):
+    return torch.autograd.grad(model(x).square().mean(), [x, *model.parameters()])
 
 
 def leaf(x):
@@ -134,13 +129,9 @@ def leaf(x):
 
 
 @is_each
-def test_gradients_are_bitwise_those_of_tensors_kept_in_fp32(name, kept_in_fp32):
+def test_gradients_are_bitwise_those_of_tensors_kept_in_fp32(name):
     model, x = built(name)
-    ours = accelerated(gradients, model, leaf(x))
-    with kept_in_fp32():
-        expected = accelerated(gradients, model, leaf(x))
-    assert all(map(torch.equal, ours, expected))
-    assert {each.dtype for each in ours} == {FP32}
+    assert_as_if_kept_in_fp32(gradients, model, leaf(x))
 
 
 def test_factors_results_and_outputs_are_kept_in_bf16():
@@ -285,8 +276,11 @@ def in_place(hidden):
         hidden.mul_(-1)
 
 
-def past_the_counter(hidden):
-    hidden.data.mul_(2)
+WRITES = {
+    "in place": in_place,
+    "past the counter": lambda hidden: hidden.data.mul_(2),
+    "to a part, past the counter": lambda hidden: hidden[1:].data.mul_(2),
+}
 
 
 def test_write_between_a_relu_and_a_product_is_torchs_error():
@@ -295,12 +289,8 @@ def test_write_between_a_relu_and_a_product_is_torchs_error():
         accelerated(gradients, Written(in_place, before=True), leaf(torch.randn(ROWS)))
 
 
-def part_past_the_counter(hidden):
-    hidden[1:].data.mul_(2)
-
-
-@pytest.mark.parametrize("write", [in_place, past_the_counter, part_past_the_counter])
-def test_product_after_a_write_reads_the_new_values(write, kept_in_fp32):
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_product_after_a_write_reads_the_new_values(write):
     torch.manual_seed(0)
     model, x = Written(write, before=False), torch.randn(ROWS)
 
@@ -308,13 +298,10 @@ def test_product_after_a_write_reads_the_new_values(write, kept_in_fp32):
         out = model(x)
         return out, *torch.autograd.grad(out.square().mean(), [model.third.weight])
 
-    ours = accelerated(train, model)
-    with kept_in_fp32():
-        expected = accelerated(train, model)
-    assert all(map(torch.equal, ours, expected))
+    assert_as_if_kept_in_fp32(train, model)
 
 
-def test_alias_of_a_tensor_that_is_read_before_the_products_may_be_written_to_between_them(kept_in_fp32):
+def test_alias_of_a_tensor_that_is_read_before_the_products_may_be_written_to_between_them():
     torch.manual_seed(0)
     model, x = Written(None, before=False), torch.randn(ROWS)
 
@@ -326,17 +313,10 @@ def test_alias_of_a_tensor_that_is_read_before_the_products_may_be_written_to_be
         return out + model.third(hidden)
 
     model.forward = forward
-    ours = accelerated(third_of, model, x)
-    with kept_in_fp32():
-        expected = accelerated(third_of, model, x)
-    assert torch.equal(ours, expected)
+    assert_as_if_kept_in_fp32(lambda model: torch.autograd.grad(model(x).square().mean(), [model.third.weight]), model)
 
 
-def third_of(model, x):
-    return torch.autograd.grad(model(x).square().mean(), [model.third.weight])[0]
-
-
-def test_batch_norm_of_a_result_that_was_written_to_keeps_the_new_values(kept_in_fp32):
+def test_batch_norm_of_a_result_that_was_written_to_keeps_the_new_values():
     torch.manual_seed(0)
     model, x = convolutional().to(memory_format=torch.channels_last), torch.randn(IMAGES)
     x = leaf(x.to(memory_format=torch.channels_last))
@@ -346,10 +326,7 @@ def test_batch_norm_of_a_result_that_was_written_to_keeps_the_new_values(kept_in
         hidden.data.mul_(2).add_(1)
         return torch.autograd.grad(model[1](hidden).relu().square().mean(), [hidden, model[1].weight])
 
-    ours = accelerated(train, model, x)
-    with kept_in_fp32():
-        expected = accelerated(train, model, x)
-    assert all(map(torch.equal, ours, expected))
+    assert_as_if_kept_in_fp32(train, model, x)
 
 
 def test_gradients_are_those_of_the_values_before_a_write():
@@ -361,7 +338,6 @@ def test_gradients_are_those_of_the_values_before_a_write():
         return torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
 
     ours = accelerated(train, model)
-    model.write, twice = (lambda hidden: None), model.forward
 
     def forward(x):
         hidden = torch.relu(model.first(x))
@@ -369,19 +345,18 @@ def test_gradients_are_those_of_the_values_before_a_write():
 
     model.forward = forward
     expected = accelerated(train, model)
-    model.forward = twice
     for place in (2, 3, 4, 5):  # second and third layer
         assert (ours[place] - expected[place]).norm() <= 2**-7 * expected[place].norm() + 1e-7
 
 
 @pytest.mark.parametrize(
-    ("model", "name"),
+    "model",
     [
-        (perceptron(nn.Tanh), "mat1"),  # the backward of tanh reads its output in fp32
-        (perceptron().requires_grad_(False), "mat1"),  # no gradient reads the factors
+        perceptron(nn.Tanh),  # whose backward reads its output in fp32
+        perceptron().requires_grad_(False),  # no gradient reads the factors
     ],
 )
-def test_tensors_that_stay_anyway_are_not_copied(model, name):
+def test_tensors_that_stay_anyway_are_not_copied(model):
     kept = accelerated(lambda model, x: kept_by(model(x)), model, leaf(torch.randn(ROWS)))
-    assert kept.get(("Addmm", name), {FP32}) == {FP32}
+    assert kept.get(("Addmm", "mat1"), {FP32}) == {FP32}
     assert BF16 not in {dtype for (operator, _), dtypes in kept.items() for dtype in dtypes if operator != "Relu"}

@@ -1,11 +1,17 @@
 """Norms in two passes keep layouts, handle equal elements, and leave unsupported calls to torch."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
+from steps.kernels.cases import compute_in_c
+from torch import nn
 
 from kernels.compared.norms import DTYPES, EPS, KINDS, MOMENTUM, OURS, case_of
+from nano_loop import accelerated
 from nano_loop.kernels.norm import norms, rms_norm
+from nano_loop.patching.operators import gives_kernels
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -68,24 +74,19 @@ def test_torch_computes_the_rest():
         assert norms.group_norm(x, ones, ones, 4, 32, 256, groups, EPS) is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
 @pytest.mark.parametrize("nhwc", [False, True])
-def test_tensors_without_elements_are_torchs_or_empty(kind, nhwc):
-    case = case_of(kind, (0, 32, 16, 16), torch.float32, nhwc)
-    forward, backward = OURS[kind]
-    if kind == "layer_norm":
-        out, *statistics = forward(case.x, (16,), case.weight, case.bias, EPS)
-        assert out.shape == case.x.shape
-        assert backward(case.gradient, case.x, (16,), *statistics, case.weight, case.bias, [True] * 3) is None
-        return
-    ones = torch.ones(32)
-    if kind == "batch_norm":
-        assert forward(case.x, ones, ones, None, None, True, MOMENTUM, EPS) is None
-        assert backward(case.gradient, case.x, ones, None, None, ones, ones, True, EPS, [True] * 3) is None
-    else:
-        statistics = [torch.ones(0, 4)] * 2
-        assert forward(case.x, ones, ones, 0, 32, 256, 4, EPS) is None
-        assert backward(case.gradient, case.x, *statistics, ones, 0, 32, 256, 4, [True] * 3) is None
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(32), nn.GroupNorm(4, 32), nn.LayerNorm(16)], ids=KINDS)
+def test_images_without_elements_are_torchs_or_empty(norm, nhwc, monkeypatch):
+    monkeypatch.setattr(norms, "MIN_ELEMENTS", 0)  # so that nothing else rejects them
+    compute_in_c(monkeypatch)
+    form = torch.channels_last if nhwc else torch.contiguous_format
+    x, results = torch.empty(0, 32, 16, 16).contiguous(memory_format=form).requires_grad_(), []
+    for run in (contextlib.nullcontext(), accelerated(norm, fast_norm=True, tune_operators=False, verbose=False)):
+        with run:
+            out = norm(x)
+            results.append([out, *torch.autograd.grad(out.sum(), [x, *norm.parameters()])])
+    torch.testing.assert_close(*results, equal_nan=True)
 
 
 def test_error_of_an_exchange_is_raised_and_what_c_does_not_take_has_none():

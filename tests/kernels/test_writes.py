@@ -12,9 +12,7 @@ from kernels.differentiated import ROWS
 from nano_loop import accelerated
 from nano_loop.patching.operators import gives_kernels
 
-pytestmark = [
-    pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
-]
+pytestmark = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
 #: Rows in fp32. The first one of each autograd function is fast, the others are slow.
 IN_FP32 = [name for name, row in ROWS.items() if "precision" not in row.options]
 FIRST = {function: name for name in reversed(IN_FP32) for function in ROWS[name].functions}.values()

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 
 import torch
 
@@ -26,67 +27,66 @@ def mapped(value, change):
 
 
 def differences(actual, expected, tolerance=0.0, path="result"):
-    """
-    Yield a line for each place where two nested values differ.
+    """Yield a line for each place where two nested values differ.
 
     `tolerance` is relative to the largest magnitude in each expected tensor; 0 requires bit-for-bit equality (NaN
     equals NaN). Types, keys, shapes, dtypes and layouts must be equal at any tolerance.
     """
-    if type(actual) is not type(expected):
-        yield f"{path}: {type(actual)} for {type(expected)}"
-    elif isinstance(expected, torch.Tensor):
-        yield from tensor_differences(actual, expected, tolerance, path)
-    elif isinstance(expected, dict):
-        if list(actual) != list(expected):
-            yield f"{path}: keys {list(actual)} for {list(expected)}"
-        else:
-            for key in expected:
-                yield from differences(actual[key], expected[key], tolerance, f"{path}[{key!r}]")
-    elif isinstance(expected, list | tuple):
-        if len(actual) != len(expected):
-            yield f"{path}: {actual!r} for {expected!r}"
-        else:
-            for index, items in enumerate(zip(actual, expected, strict=True)):
-                yield from differences(*items, tolerance, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(expected):
-        for field in dataclasses.fields(expected):
-            items = getattr(actual, field.name), getattr(expected, field.name)
-            yield from differences(*items, tolerance, f"{path}.{field.name}")
-    elif isinstance(expected, float):
-        both = torch.tensor([actual, expected], dtype=torch.float64)
-        yield from tensor_differences(both[0], both[1], tolerance, path)
-    elif actual is not expected and actual != expected:
-        yield f"{path}: {actual!r} for {expected!r}"
+    ours, theirs = dict(nodes(actual, path)), dict(nodes(expected, path))
+    for place, error in errors(ours, theirs):
+        if error is None:
+            yield f"{place}: {ours[place]!r} for {theirs[place]!r}"
+        elif error > tolerance * largest(theirs[place]):
+            yield f"{place}: off by {error:.2e}, {tolerance:.0e} of {largest(theirs[place])} is allowed"
 
 
-def tensor_differences(actual, expected, tolerance, path):
-    for name in ("dtype", "shape", "layout", "requires_grad"):
-        if getattr(actual, name) != getattr(expected, name):
-            yield f"{path}: {name} {getattr(actual, name)} for {getattr(expected, name)}"
-            return
-    actual, expected = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (actual, expected))
-    if expected.numel() == 0 or torch.equal(actual, expected):
-        return
-    if not expected.is_floating_point() and not expected.is_complex():
-        yield f"{path}: {actual} for {expected}"
-        return
-    bound = tolerance * expected.abs().nan_to_num(0.0).max()
-    same = torch.isclose(actual, expected, rtol=0.0, atol=float(bound), equal_nan=True)
-    if not same.all():
-        error = (actual - expected).abs().max() / expected.abs().max()
-        yield f"{path}: off by {error:.2e} of the largest value, {tolerance:.0e} is allowed"
-
-
-def leaves(value, path="result"):
-    """Yield each value that is not a container, with its path."""
+def nodes(value, path="result"):
+    """Yield each value that is not a container, and the type and keys of each container, by path."""
     if isinstance(value, dict):
-        for key, item in value.items():
-            yield from leaves(item, f"{path}[{key!r}]")
+        items = {f"[{key!r}]": item for key, item in value.items()}
     elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from leaves(item, f"{path}[{index}]")
+        items = {f"[{index}]": item for index, item in enumerate(value)}
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
+        items = {f".{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)}
     else:
         yield path, value
+        return
+    yield path, (type(value), [*items])
+    for name, item in items.items():
+        yield from nodes(item, path + name)
+
+
+def errors(ours, theirs):
+    """Yield each path where two nested values differ, with the largest error; None if types or shapes differ.
+
+    Values at paths that only one of them has are left out, because the keys of their containers differ.
+    """
+    for place, other in theirs.items():
+        error = error_of(ours[place], other) if place in ours else 0.0
+        if error != 0.0:
+            yield place, error
+
+
+def error_of(one, other):
+    if type(one) is not type(other):
+        return None
+    if isinstance(one, float):
+        one, other = torch.tensor([one, other], dtype=torch.float64)
+    if not isinstance(one, torch.Tensor):
+        return 0.0 if one is other or one == other else None
+    if any(getattr(one, name) != getattr(other, name) for name in ("dtype", "shape", "layout", "requires_grad")):
+        return None
+    one, other = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (one, other))
+    if torch.equal(one, other) or not one.numel():
+        return 0.0
+    if not one.is_floating_point() and not one.is_complex():
+        return None
+    are_alike = (one == other) | (one.isnan() & other.isnan())
+    return float((one - other).abs().masked_fill(are_alike, 0.0).nan_to_num(math.inf).max())
+
+
+def largest(value):
+    if isinstance(value, torch.Tensor):
+        value = value.detach().to_dense() if value.is_sparse else value.detach()
+        return float(value.abs().nan_to_num(0.0).max()) if value.numel() else 0.0
+    return abs(value) if isinstance(value, float) else 0.0

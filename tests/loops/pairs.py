@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from distributed.team import Team
+from leaks import affinity_masks, changes, moved_threads
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -26,7 +27,7 @@ from nano_loop.precision.autocast import frozen_weights
 from nano_loop.precision.autocast.autocast import can_train_lstms
 from nano_loop.steps import products
 
-from .nested import differences, leaves, mapped
+from .nested import differences, errors, largest, mapped, nodes
 from .records import laid_otherwise, record, record_strides, surroundings
 from .rounded import RoundedProducts
 
@@ -321,7 +322,7 @@ def spread(variants, expected, before=()):
     """
     found = dict(before)
     for variant in variants:
-        for place, error in errors(variant, expected):
+        for place, error in errors(dict(nodes(variant)), dict(nodes(expected))):
             found[place] = None if error is None or found.get(place, 0) is None else max(error, found.get(place, 0))
     return found
 
@@ -344,43 +345,12 @@ def moved(build, seed):
 
 def beyond(allowed, actual, expected, spreads=1.0):
     """Return a line for each path where two values differ by more than the spread and the fused optimizers round."""
-    values, found = dict(leaves(expected)), {}
-    for place, error in errors(actual, expected):
+    values, found = dict(nodes(expected)), {}
+    for place, error in errors(dict(nodes(actual)), values):
         most = allowed.get(place, 0.0)
-        if most is not None and (
-            error is None or error > spreads * most + FUSED.tolerance * largest(values.get(place))
-        ):
+        if most is not None and (error is None or error > spreads * most + FUSED.tolerance * largest(values[place])):
             found[place] = f"{place}: off by {error}, and the loop by hand by {most:.2e} from itself"
     return found
-
-
-def largest(value):
-    if isinstance(value, torch.Tensor):
-        value = value.detach().to_dense() if value.is_sparse else value.detach()
-        return float(value.abs().max()) if value.numel() else 0.0
-    return abs(value) if isinstance(value, float) else 0.0
-
-
-def errors(actual, expected):
-    """Yield each path where two nested values differ, with the largest error; None if types or shapes differ."""
-    ours, theirs = dict(leaves(actual)), dict(leaves(expected))
-    for place in {**ours, **theirs}:
-        error = error_of(ours.get(place), theirs.get(place))
-        if error != 0.0:
-            yield place, error
-
-
-def error_of(one, other):
-    if type(one) is float and type(other) is float:
-        one, other = torch.tensor(one), torch.tensor(other)
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return 0.0 if one is other or one == other else None
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return None
-    one, other = (each.detach().to_dense() if each.is_sparse else each.detach() for each in (one, other))
-    if torch.equal(one, other) or not one.numel():
-        return 0.0
-    return float((one - other).abs().max()) if one.is_floating_point() or one.is_complex() else None
 
 
 def without_ipex(actual, build, loop, config, threads):
@@ -552,9 +522,9 @@ def rounding_every_product(patch):
 
 @contextlib.contextmanager
 def left_as_found():
-    before = surroundings()
+    before, masks = surroundings(), affinity_masks()
     yield
-    found = [*differences(surroundings(), before, path="process")]
+    found = [*changes(before, surroundings()), *moved_threads(masks, affinity_masks())]
     assert not found, "\n".join(found)
 
 

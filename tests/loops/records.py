@@ -3,10 +3,9 @@
 import os
 import signal
 import threading
-from pathlib import Path
 
 import torch
-from leaks import NOT_OURS
+from leaks import process_state
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
@@ -91,7 +90,6 @@ def names(cls):
 
 
 def record_strides(value):
-    """Return the strides of each parameter and gradient."""
     if isinstance(value, nn.Module):
         return {n: (p.stride(), telling(p.grad)) for n, p in value.named_parameters()}
     return [record_strides(item) for item in items_of(value)]
@@ -122,36 +120,13 @@ def telling(tensor):
 
 
 def surroundings():
-    """Return the state of the process that a run must leave unchanged."""
     hooks = vars(torch.nn.modules.module)
-    return {
-        "threads": torch.get_num_threads(),
-        "autocast": [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")],
-        "autocast cache": torch.is_autocast_cache_enabled(),
-        "autograd": [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
-        "default dtype": torch.get_default_dtype(),
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "environment": {name: value for name, value in os.environ.items() if name not in NOT_OURS},
+    return process_state() | {
         "working folder": os.getcwd(),
-        "affinity": affinity(),
         # torch's compiler and tqdm start their own threads, which stay.
         "threads of Python": sorted(t.name for t in threading.enumerate() if not t.name.startswith(THREADS_OF_OTHERS)),
         "signals": {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)},
-        "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "classes": {c.__qualname__: {key: vars(c)[key] for key in attributes(c)} for c in CLASSES},
         "global hooks": {k: dict(v) for k, v in hooks.items() if "_global" in k and isinstance(v, dict)},
-        "functions": [torch.compile, torch.autocast, torch.save, nn.functional.linear],
+        "functions": [torch.autocast, torch.save, nn.functional.linear],
     }
-
-
-def affinity():
-    """Return the CPUs of the process's first thread and of all others combined; the set of threads may vary."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    masks = {}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            masks[tuple(sorted(os.sched_getaffinity(int(task.name))))] = True
-        except ProcessLookupError:
-            continue
-    return sorted(masks)

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, softplus
 
 from .pairs import CONVOLUTIONS, ROUNDED, pair, untouched
-from .tasks import ADAM, ADAMW, images, job, steps, train, vectors
+from .tasks import ADAM, ADAMW, images, job, steps, train
 
 
 def convolutional_gan():
@@ -36,15 +36,7 @@ def test_convolutional_gan(generator, critic, for_generator, for_critic, loader,
     return losses
 
 
-def smooth(name="", model=None, loader=vectors):
-    return job(name, model=model or smooth_net, optimizer=ADAM, loader=loader)
-
-
-def smooth_net():
-    return nn.Sequential(nn.Linear(6, 16), nn.SiLU(), nn.Linear(16, 1))
-
-
-@pair(smooth())
+@pair(job(model=lambda: nn.Sequential(nn.Linear(6, 16), nn.SiLU(), nn.Linear(16, 1)), optimizer=ADAM))
 def test_gradient_penalty(model, optimizer, loader, by_hand=untouched):
     """WGAN-GP: the loss includes the gradient at the input, so backward goes through a backward."""
     penalties = []
@@ -63,7 +55,7 @@ def smooth_convolutions():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 1, 6))
 
 
-@pair(smooth(model=smooth_convolutions, loader=images), configs=CONVOLUTIONS, without=ROUNDED)
+@pair(job(model=smooth_convolutions, optimizer=ADAM, loader=images), configs=CONVOLUTIONS, without=ROUNDED)
 def test_gradient_penalty_through_convolutions(model, optimizer, loader, by_hand=untouched):
     penalties = []
     for real, _ in steps(loader, optimizer):

@@ -3,16 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from steps.kernels.cases import compute_in_c
+from kernels.conftest import compute_every_size
 
 from nano_loop import nano
 from nano_loop.config.declarations import EXACT as VALUES
-from nano_loop.kernels import activations, bernoulli, embedding
-from nano_loop.kernels.attention import attention, flash_attention
-from nano_loop.kernels.convolution import depthwise, gradient_plans
-from nano_loop.kernels.head import cross_entropy
-from nano_loop.kernels.linear import fp32_product, linear
-from nano_loop.kernels.norm import norms, rms_norm
 from nano_loop.steps import models
 from nano_loop.steps.kernel_table import KERNEL_STEPS
 
@@ -20,12 +14,6 @@ from .changes import ROWS, built, calls, changed_by, layers
 from .pairs import EXACT, FUSED, NHWC_FUSED, PRODUCTS, SHIPPED_NHWC, Config, check
 from .pairs import built as arguments_of
 
-MINIMUM_SIZES = (
-    *((place, "MIN_ELEMENTS") for place in (activations, bernoulli, depthwise, gradient_plans, embedding)),
-    *((place, "MIN_ELEMENTS") for place in (norms, rms_norm)),
-    *((place, "MIN_MULTIPLICATIONS") for place in (flash_attention, fp32_product, gradient_plans, linear)),
-    *((attention, "MIN_SCORES"), (cross_entropy, "MIN_LOGITS"), (models, "LARGE_IN_FP32")),
-)
 IN_FP32 = [step for step in KERNEL_STEPS if step.row.in_fp32 is not None]
 #: Each step that uses a single kernel.
 ALONE = [Config(step.name, VALUES | {step.name: True}, tolerance=FUSED.tolerance, subclass=True) for step in IN_FP32]
@@ -39,9 +27,8 @@ OF_CALLS = [name for name, row in ROWS.items() if row.change.__module__ in (call
 @pytest.fixture(autouse=True)
 def every_kernel_computes(monkeypatch):
     """Compute calls in C that are too small to benefit, or not measured to be faster."""
-    for place, name in MINIMUM_SIZES:
-        monkeypatch.setattr(place, name, 1)
-    compute_in_c(monkeypatch)
+    monkeypatch.setattr(models, "LARGE_IN_FP32", 1)
+    compute_every_size(monkeypatch)
 
 
 def nothing(program):

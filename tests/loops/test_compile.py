@@ -73,9 +73,7 @@ def compiled_in_place():
     return arguments
 
 
-@pair(compiled_in_place, configs=[EXACT, BF16, *WITH_IPEX])
-def test_a_model_compiled_in_place(model, optimizer, loader, by_hand=untouched):
-    return train(model, optimizer, loader, by_hand)
+test_a_model_compiled_in_place = pair(compiled_in_place, configs=[EXACT, BF16, *WITH_IPEX])(train)
 
 
 @pair(job(optimizer=ADAMW, loader=full_batches), configs=[EXACT, BF16, *WITH_IPEX])
@@ -91,16 +89,10 @@ COMPILED = [
 ]
 
 
-@pair(job(optimizer=ADAMW, loader=lambda: vectors(shuffle=False)), configs=COMPILED)
-def test_a_model_that_nano_loop_compiles(model, optimizer, loader, by_hand=untouched):
-    """The backend only traces and changes no values, and the last batch is smaller."""
-    return train(model, optimizer, loader, by_hand)
-
-
-@inductors
-@pair(compiled("inductor"), configs=[FUSED])
-def test_a_model_compiled_by_inductor_before(model, optimizer, loader, by_hand=untouched):
-    return train(model, optimizer, loader, by_hand)
+#: The backend only traces and changes no values, and the last batch is smaller.
+IN_PARTS = job(optimizer=ADAMW, loader=lambda: vectors(shuffle=False))
+test_a_model_that_nano_loop_compiles = pair(IN_PARTS, configs=COMPILED)(train)
+test_a_model_compiled_by_inductor_before = inductors(pair(compiled("inductor"), configs=[FUSED])(train))
 
 
 class Attending(torch.nn.Module):

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels.differentiated import group_of_one
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
@@ -56,8 +57,6 @@ class Bags(nn.Module):
 
 
 class Tied(nn.Module):
-    """A table whose weight is also the matrix of the last layer."""
-
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(ROWS, 16)
@@ -352,15 +351,6 @@ def averaged(value):
     """Write the mean over a group in which another rank has summed, as torch's tutorial averages."""
     torch.distributed.all_reduce(value)
     value += 1.0
-
-
-@contextmanager
-def group_of_one():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

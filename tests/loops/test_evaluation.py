@@ -12,7 +12,7 @@ from nano_loop import nano
 from .nested import differences, mapped
 from .pairs import CONVOLUTIONS, built, left_as_found, named, pair, untouched
 from .records import laid_otherwise, record, record_strides
-from .tasks import ADAM, ADAMW, ConvNet, Net, entropy, fit, images, job, steps, train, vectors
+from .tasks import ADAM, ADAMW, ConvNet, Net, entropy, fit, images, job, train, vectors
 
 
 def with_validation(name="", model=Net, loader=vectors):
@@ -68,16 +68,7 @@ class Picky(nn.Linear):
         return out
 
 
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 4), Picky(4, 3))
-
-    def forward(self, x):
-        return self.body(x)
-
-
-@pair(job(model=Nested))
+@pair(job(model=lambda: nn.Sequential(nn.Sequential(nn.Linear(6, 4), Picky(4, 3)))))
 def test_an_error_inside_forward_that_the_loop_catches(model, optimizer, loader, by_hand=untouched):
     outputs = []
     for x, y in loader:
@@ -101,16 +92,6 @@ def test_a_model_called_in_another_thread(model, optimizer, loader, by_hand=unto
         outputs = [*pool.map(by_hand(model), [x for x, _ in loader] * 5)]
     model.train()
     return outputs, fit(model, optimizer, loader, by_hand)
-
-
-@pair(job())
-def test_autocast_is_off_between_the_calls(model, optimizer, loader, by_hand=untouched):
-    weight, dtypes = torch.randn(3, 3), set()
-    for x, y in steps(loader, optimizer):
-        out = by_hand(model)(x)
-        dtypes |= {(out @ weight).dtype, nn.functional.linear(out, weight).dtype, out.dtype}
-        cross_entropy(out, y).backward()
-    return dtypes
 
 
 @pair(job(optimizer=ADAM))

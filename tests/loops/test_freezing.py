@@ -156,11 +156,7 @@ def test_frozen_weights_that_change_between_steps(model, optimizer, loader, chan
     return losses
 
 
-def only_inference():
-    return {"model": Net().requires_grad_(False).eval(), "loader": vectors(shuffle=False)}
-
-
-@pair(only_inference)
+@pair(lambda: {"model": Net().requires_grad_(False).eval(), "loader": vectors(shuffle=False)})
 def test_a_model_with_nothing_to_train(model, loader, by_hand=untouched):
     with torch.inference_mode():
         scores = torch.cat([by_hand(model)(x) for x, _ in loader])

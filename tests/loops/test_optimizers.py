@@ -1,6 +1,5 @@
 """One model with each optimizer."""
 
-import pytest
 import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
@@ -75,8 +74,5 @@ def convolutional(name):
 # Adagrad has its state before any step, so the state exists when the layout changes.
 FIRST = map(convolutional, ("momentum", "adam", "adagrad"))
 test_a_convolutional_model = pair(*FIRST, configs=CONVOLUTIONS)(fit)
-# Their states have the same layouts as the three above.
-OTHERS = map(convolutional, ("sgd", "amsgrad", "rmsprop"))
-test_a_convolutional_model_and_other_optimizers = pytest.mark.slow(pair(*OTHERS, configs=CONVOLUTIONS)(fit))
 FUSED_BY_THE_USER = job("user_asked_for_fused", optimizer=made(Adam, lr=0.01, fused=True))
 test_a_user_who_asked_for_fused_keeps_it = pair(FUSED_BY_THE_USER, configs=[EXACT])(fit)

@@ -8,20 +8,14 @@ import torch
 from torch import nn
 
 from . import pairs
-from .nested import differences, mapped
+from .nested import differences
 from .pairs import BF16, EXACT, FUSED, NHWC, SHIPPED, check, run_plain, written_by_hand
 from .tasks import ADAM, ConvNet, fit, images, job
-
-
-def add_in_place(tensor, number):
-    with torch.no_grad():
-        tensor.add_(number)
-
 
 #: Each fault gets the arguments of the loop.
 FAULTS = {
     "another rate": lambda given: set_option(given, lr=1.001 * rate_of(given)),
-    "another weight": lambda given: add_in_place(given["model"].head.bias[0], 1e-4),
+    "another weight": lambda given: given["model"].head.bias.data[0].add_(1e-4),
     "another statistic": lambda given: given["model"].features[1].running_mean.add_(1e-3),
     "another draw": lambda given: torch.rand(1),
     "a leftover hook": lambda given: given["model"].head.register_forward_hook(lambda *_: None),
@@ -37,8 +31,6 @@ FAULTS = {
 BEYOND_SPREAD = {
     "another rate by far": lambda given: set_option(given, lr=1.05 * rate_of(given)),
     "another gradient": lambda given: given["model"].features[0].weight.register_hook(lambda gradient: 1.05 * gradient),
-    "another draw": FAULTS["another draw"],
-    "a leftover layout": FAULTS["a leftover layout"],
 }
 
 
@@ -62,10 +54,7 @@ def thread_count_and_autocast_kept():
     ("config", "fault"),
     [
         *(pytest.param(EXACT, fault, id=f"exact, {name}") for name, fault in FAULTS.items()),
-        *(
-            pytest.param(SHIPPED, fault, id=f"as shipped, {name}", marks=[pytest.mark.slow] * (name in FAULTS))
-            for name, fault in BEYOND_SPREAD.items()
-        ),
+        *(pytest.param(SHIPPED, fault, id=f"as shipped, {name}") for name, fault in BEYOND_SPREAD.items()),
     ],
 )
 def test_a_planted_fault_is_found(monkeypatch, config, fault):
@@ -78,11 +67,6 @@ def test_a_planted_fault_is_found(monkeypatch, config, fault):
     monkeypatch.setattr(pairs, "accelerated_by_decorator", accelerated_with_a_fault)
     with thread_count_and_autocast_kept(), pytest.raises(AssertionError):
         check(job(model=ConvNet, loader=images), fit, config)
-
-
-def test_no_fault_is_found_where_none_is(monkeypatch):
-    monkeypatch.setattr(pairs, "accelerated_by_decorator", lambda loop, arguments, options: loop(**arguments))
-    check(job(model=ConvNet, loader=images), fit, EXACT)
 
 
 def test_a_swallowed_exception_is_found(monkeypatch):
@@ -125,8 +109,3 @@ def test_a_tolerance_is_relative_to_the_largest_value():
     expected = torch.tensor([100.0, 0.001])
     assert not [*differences(torch.tensor([100.0005, 0.0015]), expected, 1e-5)]
     assert [*differences(torch.tensor([100.005, 0.001]), expected, 1e-5)]
-
-
-def test_mapped_keeps_what_is_no_tensor():
-    value = [torch.zeros(1), ({"a": torch.zeros(1)}, "text", None)]
-    assert mapped(value, lambda t: t + 1) == [torch.ones(1), ({"a": torch.ones(1)}, "text", None)]

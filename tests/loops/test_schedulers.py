@@ -44,17 +44,10 @@ SCHEDULERS = {
 }
 
 
-def built_before(name):
-    return job(f"{name}, before", scheduler=SCHEDULERS[name])
-
-
-def built_in_the_loop(name):
-    return job(f"{name}, in the loop", optimizer=ADAMW, scheduler=lambda _: name)
-
-
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # raised by SequentialLR of torch 2.8 itself
 @pair(
-    *(build(name) for build in (built_before, built_in_the_loop) for name in SCHEDULERS),
+    *(job(f"{name}, before", scheduler=make) for name, make in SCHEDULERS.items()),
+    *(job(f"{name}, in the loop", optimizer=ADAMW, scheduler=name) for name in SCHEDULERS),
     configs=[EXACT, FUSED, *WITH_IPEX],
     repeats=[EXACT],
 )

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from .pairs import BF16, CONVOLUTIONS, EXACT, FP64, FUSED, SHIPPED, WITH_IPEX, pair, untouched
-from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, entropy, images, job, steps, train, vectors
+from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, entropy, images, job, train, vectors
 
 EACH_FUSED_KIND = {"sgd": SGD, "adam": ADAM, "adamw": ADAMW, "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1)}
 
@@ -20,12 +20,6 @@ def two_optimizers():
     return {"model": model, "first": encoder, "second": head, "loader": vectors()}
 
 
-@pair(two_optimizers)
-def test_two_optimizers_over_one_model(model, first, second, loader, by_hand=untouched):
-    optimizers = [first, second]
-    return [train(entropy(by_hand(model)), loader, *each) for each in (optimizers, [second], optimizers)]
-
-
 def optimizers_in_a_list():
     arguments = two_optimizers()
     return {
@@ -33,6 +27,12 @@ def optimizers_in_a_list():
         "optimizers": [arguments["first"], arguments["second"]],
         "loaders": (arguments["loader"],),
     }
+
+
+@pair(two_optimizers)
+def test_two_optimizers_over_one_model(model, first, second, loader, by_hand=untouched):
+    optimizers = [first, second]
+    return [train(entropy(by_hand(model)), loader, *each) for each in (optimizers, [second], optimizers)]
 
 
 @pair(optimizers_in_a_list)
@@ -52,15 +52,6 @@ def test_gradients_are_accumulated(model, optimizer, loader, by_hand=untouched):
                 optimizer.zero_grad()
             losses.append((epoch, loss.item()))
     return losses
-
-
-@pair(job("sgd"), job("adamw", optimizer=ADAMW))
-def test_gradients_are_clipped_by_norm(model, optimizer, loader, by_hand=untouched):
-    norms = []
-    for x, y in steps(loader, optimizer):
-        cross_entropy(by_hand(model)(x), y).backward()
-        norms.append(clip_grad_norm_(model.parameters(), 0.1))
-    return norms
 
 
 def lbfgs():
@@ -141,7 +132,7 @@ def test_parameters_of_odd_layouts_and_dtypes(model, optimizer, loader, by_hand=
 
 
 @pair(job("sgd"), job("adam", optimizer=ADAM))
-def test_gradients_are_scaled(model, optimizer, loader, by_hand=untouched):
+def test_gradients_are_scaled_and_clipped(model, optimizer, loader, by_hand=untouched):
     """The user's own GradScaler, with a step that it has to skip."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     scales = []
@@ -150,8 +141,8 @@ def test_gradients_are_scaled(model, optimizer, loader, by_hand=untouched):
         loss = cross_entropy(by_hand(model)(x), y) * (float("inf") if step == 2 else 1.0)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        clip_grad_norm_(model.parameters(), 1.0)
+        norm = clip_grad_norm_(model.parameters(), 0.1)
         scaler.step(optimizer)
         scaler.update()
-        scales.append(scaler.get_scale())
+        scales.append((scaler.get_scale(), norm))
     return scales

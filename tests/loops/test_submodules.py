@@ -252,9 +252,7 @@ class Tabled(nn.Module):
         return self.layer(x)[:, : self.width]
 
 
-@pair(job(model=Tabled))
-def test_models_whose_attributes_raise_errors_of_their_own(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
+test_models_whose_attributes_raise_errors_of_their_own = pair(job(model=Tabled))(fit)
 
 
 LAZY = {

@@ -5,13 +5,14 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from nano_loop import nano
 
-from .tasks import Lion
+from .pairs import EXACT, Config, untouched, written_by_hand
+from .tasks import Lion, fit
 
 STEPS = 30
+IN_BF16 = Config("bf16", {"precision": "bf16", "fused_optimizer": False})
 
 
 def library(name):
@@ -38,56 +39,40 @@ EACH = pytest.mark.parametrize(
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 
-def fit(model, optimizer, x, y, around=lambda call: call):
-    losses = []
-    for _ in range(STEPS):
-        loss = F.cross_entropy(around(model)(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+def train(model, optimizer, loader, by_hand=untouched):
+    losses = fit(model, optimizer, loader, by_hand, epochs=1)
     if hasattr(optimizer, "eval"):
         optimizer.eval()
     return losses
 
 
-def trained(make, train):
+def trained(make, train, **options):
     torch.manual_seed(0)
     # At least 4,096 elements, below which the libraries do not quantize.
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 4))
     x = torch.randn(128, 64)
-    y = x[:, :4].argmax(1)
     optimizer = make(model.parameters())
     if hasattr(optimizer, "train"):
         optimizer.train()
-    return train(model, optimizer, x, y), [each.detach().clone() for each in model.parameters()]
-
-
-def by_hand(model):
-    def call(x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x).float()
-
-    return call
+    losses = train(model, optimizer, [(x, x[:, :4].argmax(1))] * STEPS, **options)
+    return losses, [each.detach().clone() for each in model.parameters()]
 
 
 @EACH
-def test_it_trains_as_in_the_plain_loop(make):
-    in_bf16 = {"precision": "bf16", "fused_optimizer": False}
-    for options, around in (({"exact": True}, lambda model: model), (in_bf16, by_hand)):
-        plain_losses, plain = trained(make, lambda *args, around=around: fit(*args, around))
-        accelerate = nano(**options, verbose=False)
-        losses, weights = trained(make, accelerate(fit))
-        assert losses == plain_losses
-        torch.testing.assert_close(weights, plain, rtol=0, atol=0)
+@pytest.mark.parametrize("config", [EXACT, IN_BF16], ids=lambda config: config.name)
+def test_it_trains_as_in_the_plain_loop(make, config):
+    plain_losses, plain = trained(make, train, by_hand=written_by_hand(config))
+    losses, weights = trained(make, nano(**config.options, verbose=False)(train))
+    assert losses == plain_losses
+    torch.testing.assert_close(weights, plain, rtol=0, atol=0)
     assert losses[-1] < 0.9 * losses[0]
 
 
 @EACH
 @pytest.mark.parametrize("precision", ["bf16-true", *(pytest.param(each, marks=pytest.mark.slow) for each in (64, 16))])
 def test_it_trains_in_other_precisions_to_about_the_same_loss(make, precision):
-    plain, _ = trained(make, fit)
-    losses, weights = trained(make, nano(precision=precision, verbose=False)(fit))
+    plain, _ = trained(make, train)
+    losses, weights = trained(make, nano(precision=precision, verbose=False)(train))
     assert {each.dtype for each in weights} == {torch.float32}
     assert losses[0] == pytest.approx(plain[0], rel=0.01)
     assert losses[-1] == pytest.approx(plain[-1], abs=0.05 * plain[0])

@@ -49,12 +49,6 @@ def test_first_user_makes_it_and_the_last_one_undoes_it(notes, order):
     assert users("a key") == 0
 
 
-def test_it_is_undone_when_a_body_raises(notes):
-    with pytest.raises(KeyError), shared_change("a key", change(notes)):
-        raise KeyError
-    assert notes == ["made", "undone"]
-
-
 def test_change_that_cannot_be_made_is_not_there(notes):
     def failing():
         raise ZeroDivisionError

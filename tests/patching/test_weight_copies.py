@@ -57,10 +57,6 @@ def written_at_its_address(net):
     numpy.ctypeslib.as_array((numpy.ctypeslib.ctypes.c_float * 64).from_address(net.weight.data_ptr()))[...] = 1
 
 
-def set_anew(net):
-    net.weight = nn.Parameter(torch.ones(8, 8), requires_grad=False)
-
-
 #: Ways to write to a layer's weight.
 WAYS = {
     "clamped by data, as a WGAN does": lambda net: net.weight.data.clamp_(-0.01, 0.01),
@@ -82,7 +78,7 @@ WAYS = {
     "transposed": lambda net: setattr(net.weight, "data", net.weight.data.t()),
     "swapped": lambda net: torch.utils.swap_tensors(net.weight, nn.Parameter(torch.ones(8, 8), requires_grad=False)),
     "set to another tensor": lambda net: net.weight.set_(torch.ones(8, 8)),
-    "registered anew": set_anew,
+    "registered anew": lambda net: setattr(net, "weight", nn.Parameter(torch.ones(8, 8), requires_grad=False)),
 }
 
 

@@ -149,6 +149,7 @@ IN_BF16 = Row(
         "learned mask": lambda call: call_of({"attn_mask": torch.zeros(17, 17, requires_grad=True)}),
         "double precision": lambda call: in_fp64(call),
         "broadcast batch": lambda call: ([call[0][0], *inputs(batch=(1, 3))[1:]], {}),
+        "no heads": lambda call: ([call[0][0], *(each[:, :0] for each in call[0][1:])], {"enable_gqa": True}),
         "two dimensions": lambda call: ([each[0, 0] for each in call[0]], {}),
     },
     undefined={"NaN in a masked key": nan_in_a_masked_key, "NaN and infinity in queries": undefined_queries},

@@ -46,7 +46,6 @@ def inputs(images=3, channels=8, outputs=6, size=(9, 7), kernel=(3, 3), bias=Tru
 
 
 def gradients(function, tensors, dtype=torch.bfloat16, **kwargs):
-    """Return the gradients of input, weight and bias."""
     leaves = [each.to(dtype).requires_grad_() for each in tensors]
     out = function(*leaves, **kwargs)
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape).to(torch.bfloat16)

@@ -172,16 +172,11 @@ def arguments(
 
 
 def by_torch(*given):
-    """Call torch's kernel."""
     return torch.ops.aten.convolution_backward(*given)
 
 
 def gradients(given, weight="blocks", **options):
     return convolution._by_plan(convolution._supports(by_torch, *given), Plan(weight=weight), **options)
-
-
-def is_in_blocks(given):
-    return "blocks" in {plan.weight for plan in plans(given)}
 
 
 def nan_in_one_channel():
@@ -207,7 +202,7 @@ of_weight = functools.partial(
     ours=lambda given: gradients(given)[1:2],
     torchs=lambda given: by_torch(*given)[1:2],
     bound=at_least(1.2),
-    supports=is_in_blocks,
+    supports=lambda given: "blocks" in {plan.weight for plan in plans(given)},
     kernel=weight_gradient.KERNEL,
 )
 WEIGHT_GRADIENT = of_weight(
@@ -285,11 +280,6 @@ def depthwise_by_torch(call):
     return torch.ops.aten.convolution_backward(gradient, x, weight, *numbers)[:2]
 
 
-def depthwise_in_c(call):
-    gradient, x, weight, geometry = call
-    return depthwise.input_gradient(gradient, x, weight, geometry), depthwise.weight_gradient(gradient, x, geometry)
-
-
 def with_outputs(given):
     """Return sizes with the padding that the kernel needs."""
     reach = [(k - 1) * d + 1 for k, d in zip(given["kernel"], given["dilation"], strict=True)]
@@ -303,19 +293,17 @@ def has_the_layout_of_inputs_and_weight(call, ours, torchs):
     assert (of_weight.dtype, of_weight.shape) == (torch.float32, weight.shape)
 
 
-def depthwise_bound(theirs, truth, call, place):
-    return (3e-3 if place == 0 and call[0].dtype is torch.bfloat16 else 1e-6) * rms(truth)
-
-
 def pairs_of(*numbers):
     return st.tuples(*[st.sampled_from(numbers)] * 2)
 
 
 DEPTHWISE = Row(
     make=depthwise_case,
-    ours=depthwise_in_c,
+    ours=lambda call: (depthwise.input_gradient(*call), depthwise.weight_gradient(*call[:2], call[3])),
     torchs=depthwise_by_torch,
-    bound=depthwise_bound,
+    bound=lambda theirs, truth, call, place: (
+        (3e-3 if place == 0 and call[0].dtype is torch.bfloat16 else 1e-6) * rms(truth)
+    ),
     also=has_the_layout_of_inputs_and_weight,
     sizes=drawn(
         images=[1, 2, 5, 17],

@@ -1,6 +1,6 @@
 """Compares the results of a kernel with torch's kernel and with fp64. A row has the kernel's own parts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,19 +101,16 @@ class Row:
         return self.torchs(in_fp64(call)) if self.exact is None else self.exact(call)
 
 
-def bounded(row: Row, call: Any, ours: Results | None = None) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Yield our results, those in fp64, and our error bounds."""
+def errors_of(row: Row, call: Any, ours: Results | None = None) -> list[tuple[float, float]]:
     ours, torchs, exact = row.ours(call) if ours is None else ours, row.torchs(call), row.of_fp64(call)
     assert len(ours) == len(torchs) >= len(exact)
     row.also(call, ours, torchs)
+    found = []
     for place, (mine, other, truth) in enumerate(zip(ours, torchs, exact, strict=False)):
         assert mine.shape == other.shape == truth.shape
-        yield mine, truth, row.bound(row.error(other.double() - truth), truth, call, place)
-
-
-def errors_of(row: Row, call: Any, ours: Results | None = None) -> list[tuple[float, float]]:
-    """Return the errors of our results, and their bounds."""
-    return [(row.error(mine.double() - truth), bound) for mine, truth, bound in bounded(row, call, ours)]
+        bound = row.bound(row.error(other.double() - truth), truth, call, place)
+        found.append((row.error(mine.double() - truth), bound))
+    return found
 
 
 def assert_within(found: list[tuple[float, float]]) -> None:
@@ -137,7 +134,6 @@ def assert_as_exact_as_torch(row: Row, sizes: Mapping[str, Any]) -> None:
 
 
 def assert_alike(call: Any, ours: Results, torchs: Results) -> None:
-    """Compare dtypes, shapes and strides."""
     for mine, other in zip(ours, torchs, strict=True):
         assert (mine.dtype, mine.shape, mine.stride()) == (other.dtype, other.shape, other.stride())
 

@@ -40,12 +40,8 @@ def forward_of_an_instance(program):
         program.set(module, forward=halved(module.forward))
     for module in (program.model.group_norm, program.model.silu, program.model.mlp[7]):
         program.set(module, forward=functools.partial(scaled, module, 0.5))
-
-
-@row()
-def forward_of_a_recurrent_instance(program):
-    forward = program.model.gru.forward
-    program.set(program.model.gru, forward=lambda x: (0.5 * forward(x)[0], None))
+    recurrent = program.model.gru.forward
+    program.set(program.model.gru, forward=lambda x: (0.5 * recurrent(x)[0], None))
 
 
 @row()
@@ -137,7 +133,6 @@ class Wrapper:
         self.noted = []
 
     def around(self, owner, name):
-        """Return a context in which a function is wrapped."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -150,7 +145,6 @@ class Wrapper:
         return mock.patch.object(owner, name, call)
 
     def around_all(self):
-        """Return a context in which all `FUNCTIONS` are wrapped."""
         contexts = ExitStack()
         for owner, name in FUNCTIONS:
             contexts.enter_context(self.around(owner, name))
@@ -219,8 +213,6 @@ def every_function_of_torch_noted(program):
 
 @row()
 def forward_hooks(program):
-    """They see the outputs of a layer, and change them."""
-
     def hook(module, _, out):
         out = out[0] if isinstance(out, tuple) else out
         program.seen.append((type(out), out.requires_grad, out.stride(), out.detach().abs().mean().item()))
@@ -320,19 +312,6 @@ def hooks_after_steps_of_optimizers(program):
 
     for optimizer in program.optimizers:
         program.undo.callback(optimizer.register_step_post_hook(shrunk).remove)
-
-
-@row()
-def step_of_an_instance(program):
-    """As wrapped by torch's schedulers."""
-    for optimizer in program.optimizers:
-        step = optimizer.step
-
-        def counted(*args, step=step, **kwargs):
-            program.seen.append("a step")
-            return step(*args, **kwargs)
-
-        program.set(optimizer, step=counted)
 
 
 @row()

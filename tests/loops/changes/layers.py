@@ -7,21 +7,22 @@ from .table import row
 
 
 def norms_of(model):
-    """Return all norms of the model."""
     return model.batch_norm, model.group_norm, model.rms_norm, model.layer_norm, model.mlp[1], model.mlp[5]
 
 
 @row()
-def eps_of_norms(program):
-    for norm in norms_of(program.model):
+def numbers_of_layers(program):
+    model = program.model
+    for norm in norms_of(model):
         program.set(norm, eps=0.5)
-
-
-@row()
-def momentum_and_groups_of_norms(program):
-    program.set(program.model.batch_norm, momentum=0.5)
-    program.set(program.model.mlp[1], momentum=None)
-    program.set(program.model.group_norm, num_groups=2)
+    program.set(model.batch_norm, momentum=0.5)
+    program.set(model.mlp[1], momentum=None)
+    program.set(model.group_norm, num_groups=2)
+    program.set(model.mlp[2], negative_slope=0.5)
+    program.set(model.mlp[6], alpha=0.3)
+    program.set(model.gelu, approximate="tanh")
+    program.set(model.convolution, stride=(2, 1), padding=(0, 2), dilation=(2, 1))
+    program.set(model.depthwise, padding="same")
 
 
 @row()
@@ -45,13 +46,6 @@ def running_statistics_written(program):
 
 
 @row()
-def numbers_of_activations(program):
-    program.set(program.model.mlp[2], negative_slope=0.5)
-    program.set(program.model.mlp[6], alpha=0.3)
-    program.set(program.model.gelu, approximate="tanh")
-
-
-@row()
 def p_of_dropouts(program):
     program.set(program.model.dropout, p=0.6)
     program.set(program.model.mlp[3], p=1.0)
@@ -63,12 +57,6 @@ def p_of_dropouts(program):
 def inplace(program):
     for module in (program.model.relu, program.model.silu, program.model.dropout, program.model.mlp[2]):
         program.set(module, inplace=True)
-
-
-@row()
-def geometry_of_convolutions(program):
-    program.set(program.model.convolution, stride=(2, 1), padding=(0, 2), dilation=(2, 1))
-    program.set(program.model.depthwise, padding="same")
 
 
 @row()
@@ -98,7 +86,6 @@ def layers_exchanged(program):
 
 @row()
 def a_layer_taken_out(program):
-    """A norm between two layers is removed, and restored later."""
     norm = program.model.mlp[5]
     program.model.mlp[5] = nn.Identity()
     program.undo.callback(program.model.mlp.__setitem__, 5, norm)

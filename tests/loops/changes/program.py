@@ -75,17 +75,9 @@ class Samples(Dataset):
 
 
 def built():
-    """Return the arguments of the loop."""
     model = EveryKernel()
-    of_words = [
-        model.embedding,
-        model.rms_norm,
-        model.queries,
-        model.attention,
-        model.layer_norm,
-        model.gru,
-        model.lstm,
-    ]
+    of_words = [model.embedding, model.rms_norm, model.queries, model.attention, model.layer_norm]
+    of_words += [model.gru, model.lstm]
     of_images = [model.convolution, model.batch_norm, model.depthwise, model.group_norm]
     # With a small eps, gradients close to 0 become steps whose signs are those of rounding errors.
     return {
@@ -126,7 +118,6 @@ class Program:
 
     @property
     def samples(self):
-        """Return the images and the words of all samples."""
         return self.loader.dataset.images, self.loader.dataset.words
 
     @property
@@ -134,16 +125,13 @@ class Program:
         return self.sgd, self.adamw, self.adagrad
 
     def set(self, owner, **attributes):
-        """Set attributes until the fifth step."""
         for name, value in attributes.items():
             self.undo.enter_context(mock.patch.object(owner, name, value))
 
     def within(self, context):
-        """Do two steps in a context."""
         return self.undo.enter_context(context)
 
     def train(self):
-        """Take a step for each batch, and record the results."""
         for *batch, targets in self.loader:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()

@@ -6,23 +6,15 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """A change that a program makes between two steps.
+    """A change that a program makes between two steps."""
 
-    Attributes
-    ----------
-    change : callable
-        Modifies the `Program` that it gets.
-    before : callable
-        Returns a context around the whole run.
-    is_seen : bool
-        Whether the change affects the results of the plain loop.
-    without : tuple of str
-        The configs in which the loop by hand would not be equivalent.
-    """
-
+    #: Modifies the `Program` that it gets.
     change: Callable
+    #: Returns a context around the whole run.
     before: Callable = nullcontext
+    #: Whether the change affects the results of the plain loop.
     is_seen: bool = True
+    #: The configs in which the loop by hand would not be equivalent.
     without: tuple = ()
 
 

@@ -41,8 +41,6 @@ def registered_collate_functions(program):
 
 @row()
 def samples_of_a_dataset(program):
-    """The dataset's class gets another ``__getitem__``."""
-
     def item(self, index):
         return -self.images[index], self.words[index].flip(0), self.targets[index]
 
@@ -125,11 +123,6 @@ def setting(optimizers, **settings):
 
 
 @row()
-def lr(program):
-    setting(("sgd", "adamw", "adagrad"), lr=0.3)(program)
-
-
-@row()
 def lr_that_is_a_tensor(program):
     setting(("sgd", "adamw"), lr=torch.tensor(0.05))(program)
 
@@ -173,13 +166,10 @@ FUNCTIONS = (
 )
 
 
-LISTS = tuple((kind, "_init_group") for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad))
-
-
-def noted_functions(noted, functions=FUNCTIONS):
+def noted_functions(noted):
     """Return a context in which functions of optimizers record their calls."""
     contexts = ExitStack()
-    for owner, name in functions:
+    for owner, name in FUNCTIONS:
         original = getattr(owner, name)
 
         def call(*args, original=original, name=name, **kwargs):
@@ -195,30 +185,10 @@ def functions_of_optimizers(program):
     program.within(noted_functions(program.seen))
 
 
-@row()
-def what_makes_the_lists_of_groups(program):
-    program.within(noted_functions(program.seen, LISTS))
-
-
-@row()
-def what_makes_the_lists_of_an_optimizer(program):
-    for optimizer in program.optimizers:
-
-        def noted(*args, original=optimizer._init_group):
-            program.seen.append("lists")
-            return original(*args)
-
-        program.set(optimizer, _init_group=noted)
-
-
 NOTED = []
 
 
-def noted_before_the_run():
-    return noted_functions(NOTED)
-
-
-@row(before=noted_before_the_run)
+@row(before=lambda: noted_functions(NOTED))
 def functions_of_optimizers_before_the_run(program):
     NOTED.clear()
     program.undo.callback(lambda: program.seen.append([*NOTED]))
@@ -327,23 +297,6 @@ def moments_kept_and_written(program):
             moment.data.mul_(0.5).add_(0.01)
 
     program.undo.callback(program.adamw.register_step_post_hook(written).remove)
-
-
-@row()
-def closures(program):
-    """Each step recomputes the gradients in a closure."""
-
-    def closure():
-        for optimizer in program.optimizers:
-            optimizer.zero_grad()
-        loss = F.cross_entropy(program.call(*program.samples), program.loader.dataset.targets)
-        loss.backward()
-        program.seen.append(loss.item())
-        return loss
-
-    for optimizer in program.optimizers:
-        step = optimizer.step
-        program.set(optimizer, step=lambda step=step: step(closure))
 
 
 @row(without=("bf16-products",))  # the errors name other tensors

@@ -15,15 +15,8 @@ CHANNELS_LAST = ("channels_last-fused", "channels_last-as-shipped")
 
 def weights_of(model):
     """Return a weight of each kind of layer, all of whose elements may be changed."""
-    others = (
-        model.convolution,
-        model.depthwise,
-        model.embedding,
-        model.queries,
-        model.mlp[0],
-        model.mlp[4],
-        model.head,
-    )
+    products = (model.queries, model.mlp[0], model.mlp[4], model.head)
+    others = (model.convolution, model.depthwise, model.embedding, *products)
     return [module.weight for module in (*norms_of(model), *others)] + [model.gru.weight_hh_l0, model.lstm.weight_ih_l0]
 
 
@@ -54,7 +47,6 @@ def copied_into(program):
 
 @row(without=CHANNELS_LAST)  # by hand, weights are channels_last, so they cannot be views of a vector
 def memory_shared(program):
-    """All weights become views of one vector."""
     vector_to_parameters(0.9 * parameters_to_vector(program.model.parameters()), program.model.parameters())
 
 
@@ -71,11 +63,6 @@ def state_loaded(program):
     program.undo.callback(lambda: program.model.load_state_dict(state))
 
 
-def without_layers_that_refuse_swaps(model):
-    """Return all modules except recurrent layers, which have weak references to their own weights."""
-    return [module for module in model.children() if not isinstance(module, nn.RNNBase)]
-
-
 @row()
 def swapped(program):
     """Trained, frozen and tied weights, a large table, and moments of optimizers."""
@@ -84,7 +71,9 @@ def swapped(program):
     program.undo.callback(model.head.requires_grad_, True)
     model.mlp[7].weight = model.mlp[4].weight
     moments = [state["sum"] for state in program.adagrad.state.values()]
-    weights = [weight for module in without_layers_that_refuse_swaps(model) for weight in module.parameters()]
+    # Recurrent layers refuse: they have weak references to their own weights.
+    modules = [module for module in model.children() if not isinstance(module, nn.RNNBase)]
+    weights = [weight for module in modules for weight in module.parameters()]
     for tensor in (*weights, *moments):
         other = 0.5 * tensor.detach()
         is_weight = isinstance(tensor, nn.Parameter)
@@ -214,7 +203,6 @@ def images_in_channels_last(program):
 
 @row()
 def a_narrower_layer(program):
-    """The hidden width of a perceptron is cut by new parameters."""
     mlp = program.model.mlp
     for name, place, shape in (
         ("weight", 4, (20, 32)),
