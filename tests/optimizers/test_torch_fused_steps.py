@@ -195,41 +195,6 @@ def test_what_changes_between_steps_changes_steps_as_in_the_plain_loop(name, cha
     assert_alike(*pair(name, train))
 
 
-@pytest.mark.parametrize(
-    "gradient",
-    [
-        lambda weight: torch.ones(()).expand(weight.shape),
-        lambda weight: torch.arange(float(SIZE)).expand(weight.shape),
-        lambda weight: torch.rand(SIZE, SIZE).t(),
-        lambda weight: torch.rand(SIZE, WIDE)[:, :SIZE],
-        lambda weight: torch.complex(torch.zeros(SIZE, SIZE), torch.rand(SIZE, SIZE)).conj().imag,
-        lambda weight: torch._neg_view(torch.rand(SIZE, SIZE)),
-    ],
-    ids=["one number", "one row", "transposed", "with gaps", "negated", "negated without gaps"],
-)
-@OF_EACH_KIND
-def test_gradient_that_the_loop_assigns_is_read_as_it_lies_and_stays(name, gradient):
-    def train(loop):
-        for number in range(6):
-            if number == 3:
-                data_with_gaps(loop)  # gives the data the layout of one of the gradients
-            assigned = gradient(loop.weight)
-
-            def backward(number=number, assigned=assigned):
-                loop.backward()
-                if number > 1:
-                    loop.weight.grad = assigned
-
-            if number % 2:
-                loop.optimizer.step(backward)
-            else:
-                backward()
-                loop.optimizer.step()
-            assert number < 2 or loop.weight.grad is assigned
-
-    assert_alike(*pair(name, train))
-
-
 @pytest.mark.parametrize("step", [directly, by_closure])
 @OF_EACH_KIND
 def test_steps_are_fused_and_again_once_the_tensors_lie_alike(name, step):
@@ -298,9 +263,6 @@ def test_moments_that_are_denormal_become_0(kind, settings, name, becomes_0):
     assert torch.full((1 << 18,), 1e-39).mul(0.5).all()  # as before
 
 
-# --- hooks ---
-
-
 @OF_EACH_KIND
 def test_hooks_run_in_torchs_order_and_may_change_the_arguments(name):
     def train(loop):
@@ -337,9 +299,6 @@ def test_profiler_sees_torchs_labels():
     assert {"Optimizer.step#AdamW.step", "Optimizer.zero_grad#AdamW.zero_grad"} <= names
 
 
-# --- versions ---
-
-
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("step", [directly, by_closure])
 @OF_EACH_KIND
@@ -361,9 +320,6 @@ def test_versions_rise_as_in_the_plain_loop_so_that_a_stale_backward_raises(name
         return risen
 
     assert_alike(*pair(name, train, fused=fused))
-
-
-# --- flags ---
 
 
 def flags(optimizer):
@@ -447,9 +403,6 @@ def test_flags_are_the_programs_in_hooks_and_closures_and_after_an_error(name, f
         return seen
 
     assert_alike(*pair(name, train))
-
-
-# --- left to torch ---
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
