@@ -195,6 +195,41 @@ def test_what_changes_between_steps_changes_steps_as_in_the_plain_loop(name, cha
     assert_alike(*pair(name, train))
 
 
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda weight: torch.ones(()).expand(weight.shape),
+        lambda weight: torch.arange(float(SIZE)).expand(weight.shape),
+        lambda weight: torch.rand(SIZE, SIZE).t(),
+        lambda weight: torch.rand(SIZE, WIDE)[:, :SIZE],
+        lambda weight: torch.complex(torch.zeros(SIZE, SIZE), torch.rand(SIZE, SIZE)).conj().imag,
+        lambda weight: torch._neg_view(torch.rand(SIZE, SIZE)),
+    ],
+    ids=["one number", "one row", "transposed", "with gaps", "negated", "negated without gaps"],
+)
+@OF_EACH_KIND
+def test_gradient_that_the_loop_assigns_is_read_as_it_lies_and_stays(name, gradient):
+    def train(loop):
+        for number in range(6):
+            if number == 3:
+                data_with_gaps(loop)  # gives the data the layout of one of the gradients
+            assigned = gradient(loop.weight)
+
+            def backward(number=number, assigned=assigned):
+                loop.backward()
+                if number > 1:
+                    loop.weight.grad = assigned
+
+            if number % 2:
+                loop.optimizer.step(backward)
+            else:
+                backward()
+                loop.optimizer.step()
+            assert number < 2 or loop.weight.grad is assigned
+
+    assert_alike(*pair(name, train))
+
+
 @pytest.mark.parametrize("step", [directly, by_closure])
 @OF_EACH_KIND
 def test_steps_are_fused_and_again_once_the_tensors_lie_alike(name, step):
