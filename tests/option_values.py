@@ -66,6 +66,7 @@ SPELLINGS = {
     checks.worker_init: [(None, None), (torch.get_num_threads, torch.get_num_threads), (dict, dict)],
 }
 
+NO_SIZES = ("", "8 GBs", "8", "0 GB", 10**400, 0, -1, True, float("nan"), [1])
 REFUSED = {
     checks.boolean: [0, 1, "yes", "auto", 0.1, None, np.True_, torch.channels_last],
     checks.auto_or_boolean: [0, 0.5, 2, "AUTO", "jemalloc", None],
@@ -83,25 +84,8 @@ REFUSED = {
     ],
     checks.compile_arguments: ["inductor", None, {}, {1: "max-autotune"}],
     checks.boolean_or_path: ["", None, 3, 10**400, "no/such/folder/casts.json", ".", "a\0b"],
-    checks.memory_limit: ["", "8 GBs", "8", "0 GB", "auto", "images", 10**400, 0, -1, True, float("nan"), [1]],
-    checks.image_cache: [
-        "",
-        "8 GBs",
-        "8",
-        "0 GB",
-        "9" * 400 + " GB",
-        "~no_such_user/x/y",
-        10**400,
-        0,
-        -1,
-        True,
-        0.5,
-        float("nan"),
-        float("inf"),
-        "no/such/folder",
-        "a\0b",
-        [1],
-    ],
+    checks.memory_limit: [*NO_SIZES, "auto", "images"],
+    checks.image_cache: [*NO_SIZES, "9" * 400 + " GB", "~no_such_user/x", 0.5, float("inf"), "no/such/folder", "a\0b"],
     checks.operators: ["layer_nrm", "safe", "no/such/file", [torch.nn.functional.layer_norm], None, [""], ["a\0b"], 3],
     checks.operators_or_safe: ["unsafe", ["safe"], None, 3, "no_such.txt", "a\0/b"],
     checks.seconds: [0, -1.5, 10**400, "10", float("inf"), float("nan"), None, True],

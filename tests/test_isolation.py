@@ -140,9 +140,6 @@ def test_view_that_raises_in_the_plain_loop_raises_during_a_run():
     run(train, Net(3, 8, 1), channels_last=True)
 
 
-# --- runs that overlap ---
-
-
 def overlapping(first_ends_first, models):
     """Execute two runs in two threads, so that the second begins during the first, and they end in either order."""
     begun, ended, errors = (threading.Event(), threading.Event()), (threading.Event(), threading.Event()), []
@@ -197,8 +194,6 @@ def test_runs_of_two_threads_end_in_any_order(first_ends_first, shared):
     plain = step_of(copy.deepcopy(one), own_autocast=False)
     assert all(map(torch.equal, after, plain))
 
-
-# --- models that are already traced or compiled ---
 
 # In a process that has imported IPEX, its passes change how scripted models compute, and it warns about them.
 without_ipex = pytest.mark.skipif(has_ipex(), reason="IPEX's passes over TorchScript stay in force once it is imported")

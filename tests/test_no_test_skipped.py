@@ -37,23 +37,29 @@ def check(tmp_path, capsys):
     return run
 
 
+SKIPPED = "skipped in every environment: t::a\n"
+
+
 @pytest.mark.parametrize(
-    "of_a",
-    [["run"], ["run", "run"], ["skipped", "run"], ["run", "skipped"], ["skipped", "failed"], ["expected", "skipped"]],
+    ("environments", "status", "out", "err"),
+    [
+        *(
+            ([*({"a": outcome} for outcome in outcomes.split()), {}], 0, "", "")
+            for outcomes in ("run", "run run", "skipped run", "run skipped", "skipped failed", "expected skipped")
+        ),
+        *(([*each, {"b": "run"}], 1, "", SKIPPED) for each in ([{"a": "skipped"}], [{"a": "skipped"}] * 2)),
+        ([{"a": "skipped", "b": "run"}], 1, "", SKIPPED),
+        (
+            [{"a": "impossible", "b": "impossible", "c": "run"}, {"a": "skipped"}],
+            *(0, "2 tests did not run: the CPU has no arms\n", ""),
+        ),
+        ([{"a": "skipped", "b": "impossible"}], 1, "1 tests did not run: the CPU has no arms\n", SKIPPED),
+    ],
 )
-def test_what_has_run_somewhere_is_enough(check, of_a):
-    assert check(*({"a": outcome} for outcome in of_a), {}) == (0, "", "")
-
-
-@pytest.mark.parametrize("environments", [[{"a": "skipped"}], [{"a": "skipped"}] * 2, [{"a": "skipped", "b": "run"}]])
-def test_what_is_skipped_everywhere_is_named(check, environments):
-    assert check(*environments, {"b": "run"}) == (1, "", "skipped in every environment: t::a\n")
-
-
-def test_what_the_processor_cannot_run_is_counted(check):
-    found = check({"a": "impossible", "b": "impossible", "c": "run"}, {"a": "skipped"})
-    assert found == (0, "2 tests did not run: the CPU has no arms\n", "")
-    assert check({"a": "impossible", "b": "skipped"})[0] == 1
+def test_what_is_skipped_everywhere_is_named_and_what_the_processor_cannot_run_is_counted(
+    check, environments, status, out, err
+):
+    assert check(*environments) == (status, out, err)
 
 
 def test_no_file_is_an_error(check):

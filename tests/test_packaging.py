@@ -27,9 +27,6 @@ ROOT = Path(__file__).parents[1]
 BUILD_INPUTS = ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 
-# --- the version and the extras ---
-
-
 def setup_cfg():
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
@@ -91,8 +88,6 @@ def needed_by(requirement, seen):
                 needed_by(needed, seen)
 
 
-# --- what may not be in a file ---
-
 # Assembled from pieces, so that this file does not contain what it searches for.
 MACHINE_PATH = re.compile(
     r"(?<![\w.~*}])/(?:" + "|".join(("work", "opt", "root", r"tmp/w")) + r")(?=[/\s\"'`)\],;:]|$)"
@@ -139,9 +134,6 @@ def test_no_file_holds_a_machine_path_or_a_registry_host():
     assert {name: what for name, what in found.items() if what} == {}
 
 
-# --- the wheel ---
-
-
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory):
     """A copy of the tracked files, so that the checkout stays clean and no stale file is used."""
@@ -183,23 +175,6 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     sources.add("nano_loop/precision/autocast/operators.json")
     assert held == modules | sources | {"nano_loop/py.typed", script}
     assert wheel.read(script) == (ROOT / "scripts/nano-loop-init").read_bytes()
-
-
-@pytest.mark.slow
-def test_kernels_are_compiled_from_what_the_wheel_holds(wheel, tmp_path):
-    wheel.extractall(tmp_path / "installed")
-    code = (
-        "from nano_loop.kernels import build\nfrom nano_loop.kernels.norm import norms\n"
-        "print(norms.KERNEL.unavailable, build.compiled('norms').batch_norm is not None, norms.__file__)"
-    )
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    environ["NANO_LOOP_KERNELS"] = "compile"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True, capture_output=True, text=True
-    )
-    assert run.stdout.split() == ["None", "True", str(tmp_path / "installed/nano_loop/kernels/norm/norms.py")]
-    names = {path.name.partition("-")[0] for path in (tmp_path / "cache/nano_loop").iterdir()}
-    assert names == {"norms", "openmp"}
 
 
 def test_wheel_says_what_it_is(wheel):
@@ -353,8 +328,6 @@ def test_wheel_with_kernels_has_each_file_for_each_level_and_runs_on_older_syste
             assert not re.search(r"\tv\w*bf16", code), name
 
 
-# --- the wheel, as newly installed in a container ---
-
 README = (ROOT / "README.md").read_text()
 #: A user without an entry in /etc/passwd, as with `docker run --user`, and root without permission to write everywhere.
 UNKNOWN = ("unshare", "--mount", "bash", "-c", '/bin/mount --bind /dev/null /etc/passwd && exec "$@"', "-")
@@ -420,8 +393,6 @@ def test_readme_can_be_followed_in_a_container(home, fresh_environment, tmp_path
     assert left.pop("home") <= kept  # kernel choices are saved if there are any
     assert left == {"temporary": set(), "project": {*scripts}}
 
-
-# --- make ---
 
 OUTER_MAKE = ("MAKE", "MFLAGS", "ARGS", "TESTS")
 

@@ -167,8 +167,6 @@ def test_argument_and_attribute_are_set_up_together():
     assert trainer.fit(trainer.model) == (True, True)
 
 
-# --- variables around the function ---
-
 net = nn.Linear(2, 1)
 opt = torch.optim.SGD(net.parameters(), lr=0.01)
 batches = DataLoader(torch.ones(8, 2), 2)
@@ -203,21 +201,6 @@ def test_variables_are_not_looked_up_if_there_is_a_model_among_the_arguments():
         return is_fused(opt)
 
     assert train(nn.Linear(1, 1)) is False
-
-
-def test_closure_trains_as_the_plain_loop():
-    results = []
-    for decorate in (lambda function: function, nano(verbose=False, exact=True)):
-        torch.manual_seed(0)
-        model = nn.Linear(2, 1)
-        optimizer, loader = torch.optim.Adam(model.parameters()), DataLoader(torch.rand(8, 2), 2, shuffle=True)
-
-        @decorate
-        def train(epoch):
-            return [step(model, optimizer, x) for x in loader]  # noqa: B023 - called in this turn
-
-        results.append([train(1), train(2), model.weight.tolist()])
-    assert results[0] == results[1]
 
 
 SCRIPT = f"""

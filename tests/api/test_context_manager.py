@@ -44,14 +44,6 @@ def test_wrong_arguments_are_errors_where_they_stand():
         pass
 
 
-def test_under_torchrun_each_process_runs_for_itself(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with accelerated(*make(), verbose=False) as run:
-        assert run.ranks.size == 1
-    assert "gradient_averaging" not in run.report.applied
-
-
 def test_options_are_those_of_nano_by_keyword():
     parameters = inspect.signature(nano_loop.accelerated).parameters
     options = [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
@@ -66,7 +58,7 @@ def test_options_are_those_of_nano_by_keyword():
         ({}, 1),
     ],
 )
-def test_processes_of_torchrun_divide_the_threads_of_their_host(monkeypatch, variables, divided_by):
+def test_processes_of_torchrun_are_runs_that_divide_the_threads_of_their_host(monkeypatch, variables, divided_by):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # they would stay in effect
@@ -74,8 +66,9 @@ def test_processes_of_torchrun_divide_the_threads_of_their_host(monkeypatch, var
     threads = torch.get_num_threads()
     torch.set_num_threads(64)
     try:
-        with accelerated(nn.Linear(1, 1), verbose=False):
+        with accelerated(nn.Linear(1, 1), verbose=False) as run:
             found = torch.get_num_threads()
+            assert run.ranks.size == 1
     finally:
         torch.set_num_threads(threads)
     assert found == max(1, read_machine().num_threads // divided_by)

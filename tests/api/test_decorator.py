@@ -30,9 +30,6 @@ class Penalty(nn.Module):
         return nn.functional.cross_entropy(out, target)
 
 
-# --- what is found among the arguments ---
-
-
 def in_order(model, optimizer, loader):
     return model, optimizer, loader
 
@@ -181,15 +178,6 @@ def test_model_made_inside_is_shown_in_a_torch_nano_that_trains():
     assert names["seen"] == [True]
 
 
-@pytest.mark.parametrize("function", [max, lambda: 3, print], ids=["max", "lambda", "print"])
-def test_what_has_no_source_or_signature_is_refused_all_the_same(function):
-    with pytest.raises(NanoConfigError, match="without a model"):
-        quiet(function)(*([1, 2] if function is max else []))
-
-
-# --- functions, methods and what is neither ---
-
-
 class Trainer:
     """Trains with each kind of method."""
 
@@ -250,9 +238,6 @@ def test_decorated_partial_and_object_that_hold_what_they_train():
         net, *others = make()
         assert bf16(bind(fit, net, *others))() is net
         assert set(net.seen) == {torch.bfloat16}
-
-
-# --- the call is passed on unchanged ---
 
 
 def test_metadata_is_the_function_s():
@@ -321,9 +306,6 @@ def test_argument_called_like_our_own_names_is_the_function_s():
         return in_bf16(self), function, call, options, args, kwargs
 
     assert train(self=Net(), function=1, call=2, options=3, args=4) == ([True], 1, 2, 3, 4, 1)
-
-
-# --- errors of the loop ---
 
 
 def test_options_are_read_from_the_environment_at_each_call(monkeypatch):

@@ -138,9 +138,6 @@ def test_step_asked_for_that_does_not_apply_is_told_and_undone(entry, job):
         train(job[0], torch.optim.ASGD(job[0].parameters()))
 
 
-# --- runs within runs ---
-
-
 @pytest.mark.parametrize(
     ("entry", "inner"),
     [*((each, each) for each in (decorated, Trains, InContext)), (decorated, InContext), (InContext, decorated)],
@@ -180,9 +177,6 @@ def test_run_that_calls_itself(entry, job, options):
     seen, train = [], entry(loop, precision="bf16", verbose=False, **options)
     assert train(*job) == (True, True)
     assert seen == [(True, True)] * 5
-
-
-# --- the report ---
 
 
 OPTIONS_OF_REPORTS = [
@@ -240,9 +234,6 @@ def test_report_is_printed_once_to_standard_error_and_again_for_other_objects(en
     assert train.report["fused_optimizer"].detail == "AdamW", "the object is there after each call"
     entry(fit, precision="bf16", verbose=False)(model, optimizer, loader)
     assert capfd.readouterr() == ("", "")
-
-
-# --- arguments that are not a loop ---
 
 
 def generate():

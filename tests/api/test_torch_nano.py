@@ -1,16 +1,12 @@
 """`TorchNano`: the return values of `setup`, the state inside `train`, and the restored state outside."""
 
-import dataclasses
-
 import lightning_fabric
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, fit, in_bf16, is_fused, loader, make, seeded  # noqa: F401 - a fixture
 
 from nano_loop import NanoConfigError, NanoError, TorchNano, patch_cuda, unpatch_cuda
-from nano_loop.cpu import read_machine
 
 # Warnings about CPUs without bf16 instructions are covered by other tests.
 pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
@@ -29,9 +25,6 @@ class Loop(TorchNano):
 @pytest.fixture
 def job():
     return make()[:2]
-
-
-# --- return values of setup ---
 
 
 #: Functions that are called with a model, two optimizers and three loaders, and the parts that they return.
@@ -102,9 +95,6 @@ def test_parts_set_up_later_take_nothing_from_what_was_said_and_ask_nothing_of_w
     assert not {*loop.report.applied} & {*loop.report.skipped}
 
 
-# --- several setups in one train ---
-
-
 def test_same_model_is_set_up_again(job):
     other = torch.optim.SGD(job[0].parameters(), lr=0.1)
 
@@ -118,9 +108,6 @@ def test_same_model_is_set_up_again(job):
     loop.train(train)
     assert loop.report.applied.count("precision") == 1
     assert (in_bf16(job[0]), is_fused(job[1]), is_fused(other)) == ([False], False, False)
-
-
-# --- rejected arguments ---
 
 
 def test_setup_outside_train_is_told(job):
@@ -202,18 +189,10 @@ def test_device_may_be_assigned_as_trainers_of_scripts_do(device):
         unpatch_cuda()
 
 
-def test_base_class_has_nothing_to_train():
-    with pytest.raises(NanoError, match=r"TorchNano has no train method: .+\. Define train"):
-        TorchNano().train()
-
-    class Empty(TorchNano):
-        pass
-
-    with pytest.raises(NanoError, match="Empty has no train method"):
-        Empty().train(1, epochs=2)
-
-
-# --- classes ---
+@pytest.mark.parametrize("kind", [TorchNano, type("Empty", (TorchNano,), {})])
+def test_class_without_train_has_nothing_to_train(kind):
+    with pytest.raises(NanoError, match=rf"{kind.__name__} has no train method: .+\. Define train"):
+        kind().train(1, epochs=2)
 
 
 def test_subclass_of_a_subclass_calls_its_parent_s_train(job):
@@ -258,9 +237,6 @@ def test_train_keeps_its_metadata():
     assert Documented().train(epochs=4) == 4
     with pytest.raises(TypeError, match="'epoch'"):
         Documented().train(epoch=4)
-
-
-# --- it is a Fabric ---
 
 
 def test_it_is_a_fabric():
@@ -329,9 +305,6 @@ def test_run_and_launch_of_fabric_do_no_harm(job):
     assert loop.train(lambda self: in_bf16(self.setup(*job)[0])) == [True]
 
 
-# --- report ---
-
-
 def test_second_setup_prints_only_what_is_new(job, capfd, without_ipex):
     def train(self):
         self.setup(*job)
@@ -346,18 +319,6 @@ def test_second_setup_prints_only_what_is_new(job, capfd, without_ipex):
     assert [line.split()[:2] for line in err.splitlines()] == [["applied", "fast_fetch"], ["nothing", "to"]]
 
 
-def test_auto_precision_is_reported_as_what_it_means_on_this_cpu(job, monkeypatch):
-    slow = dataclasses.replace(read_machine(), instruction_sets=frozenset())
-    monkeypatch.setattr("nano_loop.runtime.settings.read_machine", lambda: slow)
-    loop = Loop(precision="auto", verbose=False)
-    assert not loop.train(lambda self: any(in_bf16(self.setup(*job)[0])))
-    assert loop.report["precision"].code == "no_bf16_instructions"
-    assert loop.report.options["precision"] == "bf16-products"
-
-
-# --- before and after ---
-
-
 def test_failed_setup_is_undone_and_the_loop_may_go_on(job):
     asgd = torch.optim.ASGD(job[0].parameters())
 
@@ -369,9 +330,6 @@ def test_failed_setup_is_undone_and_the_loop_may_go_on(job):
 
     assert Loop(fused_optimizer=True).train(train) is True
     assert not is_fused(job[1])
-
-
-# --- arguments of BigDL-Nano and LightningLite ---
 
 
 def test_options_are_attributes_that_cannot_be_set():
@@ -399,13 +357,12 @@ SAVES = {
 
 @pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
 def test_save_takes_contents_and_path_in_both_orders(tmp_path, save):
-    class Saves(TorchNano):
-        def train(self, model):
-            self.setup_module(model)
-            save(self, tmp_path / "model.pt", {"model": model, "epoch": 3})
+    def train(self, model):
+        self.setup_module(model)
+        save(self, tmp_path / "model.pt", {"model": model, "epoch": 3})
 
     model = nn.Linear(2, 1)
-    Saves(verbose=False).train(model)
+    Loop().train(train, model)
     loaded = torch.load(tmp_path / "model.pt")
     assert loaded["epoch"] == 3
     assert torch.equal(loaded["model"]["weight"], model.weight)
@@ -420,13 +377,11 @@ def test_save_of_something_else_is_refused_by_its_kinds():
 def test_replace_sampler_is_use_distributed_sampler(monkeypatch):
     seen = []
 
-    class Sets(TorchNano):
-        def train(self):
-            monkeypatch.setattr(self, "_accelerate", lambda parts: seen.append(parts.shard))
-            loader = DataLoader(TensorDataset(torch.rand(4, 2)))
-            assert self.setup_dataloaders(loader, replace_sampler=False) is loader
-            self.setup_dataloaders(loader, replace_sampler=True)
-            self.setup_dataloaders(loader, use_distributed_sampler=False)
+    def train(self, data):
+        monkeypatch.setattr(self, "_accelerate", lambda parts: seen.append(parts.shard))
+        assert self.setup_dataloaders(data, replace_sampler=False) is data
+        self.setup_dataloaders(data, replace_sampler=True)
+        self.setup_dataloaders(data, use_distributed_sampler=False)
 
-    Sets(verbose=False).train()
+    Loop().train(train, loader())
     assert seen == [False, None, False]

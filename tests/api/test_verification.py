@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import re
+import threading
 from contextlib import contextmanager
 
 import numpy
@@ -314,28 +315,33 @@ def test_small_losses_are_compared():
     assert max(row.error_by_hand for row in found.gradients) < 0.05
 
 
-def test_what_is_missing_or_not_a_number_is_a_fault():
-    one, nan = torch.ones(3, dtype=torch.float64), torch.full((3,), torch.nan, dtype=torch.float64)
-    sound = {"a": one, "b": one}
-    assert [row.is_fault for row in compare([{"a": one}, sound, sound, sound], 2**-7)] == [False, True]
-    assert [row.is_fault for row in compare([{**sound, "b": one[:2]}, sound, sound, sound], 2**-7)] == [False, True]
-    lost = {**sound, "b": nan}
-    assert [row.is_fault for row in compare([lost, lost, sound, sound], 2**-7)] == [False, True]
+ONE = torch.ones(3, dtype=torch.float64)
+SOUND, LOST = {"a": ONE, "b": ONE}, {"a": ONE, "b": ONE * torch.nan}
+EXACT = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+IN_FP32 = EXACT + 4e-7 * EXACT.roll(1)  # as for a CTC loss, which has sums of 1,000 terms in fp32
 
 
-def test_a_length_that_is_right_is_no_fault_where_that_by_hand_is_off():
-    exact = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for factor, is_fault in ((1, False), (0.92, False), (1.08, True)):
-        traces = [{"a": exact * scale} for scale in (factor, 0.92, 1, 1)]
-        assert compare(traces, 2**-7)[0].is_fault == is_fault, factor
-
-
-def test_a_factor_as_far_off_as_fp32_is_no_fault():
-    exact = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    by_hand = exact + 4e-7 * exact.roll(1)  # as for a CTC loss, which has sums of 1,000 terms in fp32
-    for factor, is_fault in ((1 + 8e-7, False), (1 + 1e-5, True)):
-        rows = compare([{"a": exact * factor}, {"a": by_hand}, {"a": by_hand}, {"a": exact}], 2**-23)
-        assert rows[0].is_fault == is_fault, factor
+@pytest.mark.parametrize(
+    ("traces", "rounding", "are_faults"),
+    [
+        ([{"a": ONE}, SOUND, SOUND, SOUND], 2**-7, [False, True]),
+        ([{**SOUND, "b": ONE[:2]}, SOUND, SOUND, SOUND], 2**-7, [False, True]),
+        ([LOST, LOST, SOUND, SOUND], 2**-7, [False, True]),
+        # A length that is right is none where that by hand is off.
+        *(
+            ([{"a": EXACT * scale} for scale in (factor, 0.92, 1, 1)], 2**-7, [is_fault])
+            for factor, is_fault in ((1, False), (0.92, False), (1.08, True))
+        ),
+        # A factor as far off as fp32 is none.
+        *(
+            ([{"a": each} for each in (EXACT * factor, IN_FP32, IN_FP32, EXACT)], 2**-23, [is_fault])
+            for factor, is_fault in ((1 + 8e-7, False), (1 + 1e-5, True))
+        ),
+    ],
+    ids=range(8),
+)
+def test_what_is_missing_or_no_number_or_off_by_more_than_by_hand_is_a_fault(traces, rounding, are_faults):
+    assert [row.is_fault for row in compare(traces, rounding)] == are_faults
 
 
 def test_sparse_gradients_are_compared():
@@ -343,6 +349,11 @@ def test_sparse_gradients_are_compared():
     found = verify(model, loss_of, (torch.arange(64).view(16, 4) % 30, torch.arange(16) % 3), precision=16)
     assert found.ok, str(found)
     assert "0.weight" in [row.name for row in found.gradients]
+
+
+def holding_a_lock(model):
+    model.held = threading.Lock()
+    return model
 
 
 @pytest.mark.parametrize(
@@ -357,18 +368,9 @@ def test_sparse_gradients_are_compared():
         (lambda model, batch: verify(model, lambda model, batch: model(batch[0]), batch), "one element"),
         (lambda model, batch: verify(model, lambda _, batch: loss_of(model, batch), batch), "no gradient.*a copy"),
         (lambda model, batch: verify(model, loss_of, batch, precison="bf16"), "precison.*Write precision"),
+        (lambda model, batch: verify(holding_a_lock(model), loss_of, batch), "Sequential cannot be copied.*deepcopy"),
     ],
 )
 def test_what_cannot_be_compared_is_told(call, told):
     with pytest.raises(NanoConfigError, match=re.compile(told, re.DOTALL)):
         call(*made(mlp, {}, 0))
-
-
-def test_model_that_cannot_be_copied_is_told():
-    model, batch = made(mlp, {}, 0)
-    model.held = open(__file__)  # noqa: SIM115
-    try:
-        with pytest.raises(NanoConfigError, match=r"Sequential cannot be copied.*deepcopy"):
-            verify(model, loss_of, batch)
-    finally:
-        model.held.close()

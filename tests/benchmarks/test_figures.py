@@ -71,8 +71,7 @@ def test_table_of_hosts_has_medians_and_the_ratios_of_each_round():
     assert "| buckets | 200 ms, 1.00× (1.00 to 1.00) |" in rows
 
 
-# --- libraries: seconds of fits by side; the machine was half as fast in the second round ---
-
+#: Seconds of fits of libraries by side; the machine was half as fast in the second round.
 FITS = {"plain": [4.0, 8.0, 4.0], "fp32": [2.0, 4.0, 2.0], "auto": [1.0, 2.0, 2.0]}
 
 
@@ -93,9 +92,6 @@ def test_ratios_of_libraries_are_of_the_same_round_and_what_fails_has_no_part_in
     assert "mean" not in page({"bert": broken}, 3)
 
 
-# --- trainings and curves of several seeds ---
-
-
 def test_training_has_a_row_a_mode_with_the_differences_seed_by_seed_and_the_memory():
     memory = {"parameters": 2_000_000, "gradients": 1_000_000, "state": 4_000_000, "resident": 500_000_000}
     ends = {
@@ -113,9 +109,6 @@ def test_differences_of_curves_are_those_of_each_seed_and_one_seed_has_no_error(
     row = learning.ends({"digits": {"plain": plain, "nano": nano}}).splitlines()[-1]
     assert row.endswith("| 2 | 0.4500 | 0.4545 | +1.00% ± 0.00% | 2.10 |")
     assert "| +1.00% | 2.00 |" in learning.ends({"digits": {"plain": plain[:1], "nano": nano[:1]}})
-
-
-# --- layers ---
 
 
 def test_slower_is_slower_by_the_fastest_and_by_the_medians():

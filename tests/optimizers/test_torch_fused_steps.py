@@ -298,9 +298,6 @@ def test_moments_that_are_denormal_become_0(kind, settings, name, becomes_0):
     assert torch.full((1 << 18,), 1e-39).mul(0.5).all()  # as before
 
 
-# --- hooks ---
-
-
 @OF_EACH_KIND
 def test_hooks_run_in_torchs_order_and_may_change_the_arguments(name):
     def train(loop):
@@ -337,9 +334,6 @@ def test_profiler_sees_torchs_labels():
     assert {"Optimizer.step#AdamW.step", "Optimizer.zero_grad#AdamW.zero_grad"} <= names
 
 
-# --- versions ---
-
-
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("step", [directly, by_closure])
 @OF_EACH_KIND
@@ -361,9 +355,6 @@ def test_versions_rise_as_in_the_plain_loop_so_that_a_stale_backward_raises(name
         return risen
 
     assert_alike(*pair(name, train, fused=fused))
-
-
-# --- flags ---
 
 
 def flags(optimizer):
@@ -447,9 +438,6 @@ def test_flags_are_the_programs_in_hooks_and_closures_and_after_an_error(name, f
         return seen
 
     assert_alike(*pair(name, train))
-
-
-# --- left to torch ---
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")

@@ -64,26 +64,14 @@ def test_functions_with_out_and_in_place_compute_in_fp32_too(compute):
     torch.testing.assert_close(inside, compute(X.bfloat16().float()))
 
 
-def test_autocast_goes_on_behind_it():
+def test_it_may_be_nested_and_autocast_goes_on_behind_it_and_an_exception():
     with cpu_autocast(torch.bfloat16):
         with disable_casts():
-            assert F.linear(X, WEIGHT).dtype is torch.float32
+            with contextlib.suppress(ZeroDivisionError), disable_casts():
+                raise ZeroDivisionError
+            assert F.linear(X.bfloat16(), WEIGHT).dtype is torch.float32
         assert F.linear(X, WEIGHT).dtype is torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_state_is_put_back_after_an_exception():
-    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    with pytest.raises(ZeroDivisionError), disable_casts():
-        raise ZeroDivisionError
-    assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == before
-
-
-def test_it_may_be_nested():
-    with disable_casts():
-        with disable_casts():
-            pass
-        assert F.linear(X.bfloat16(), WEIGHT).dtype is torch.float32
 
 
 def test_writes_in_place_reach_the_tensor_itself():
@@ -93,13 +81,6 @@ def test_writes_in_place_reach_the_tensor_itself():
         tensor[0] = 5
         assert tensor.dtype is torch.bfloat16
     assert torch.equal(tensor, (X.bfloat16() + 1).index_fill(0, torch.tensor([0]), 5))
-
-
-def test_gradients_flow_through_it():
-    weight = WEIGHT.clone().requires_grad_()
-    with cpu_autocast(torch.bfloat16), disable_casts():
-        F.linear(X.bfloat16(), weight).sum().backward()
-    assert torch.equal(weight.grad, X.bfloat16().float().sum(0).expand(2, 4))
 
 
 def test_it_decorates_functions_and_methods():

@@ -25,6 +25,7 @@ class Ending(nn.Module):
 @pytest.fixture
 def ending(step):
     def make(end, **options):
+        torch.manual_seed(0)
         model = Ending(end)
         step(Precision, precision="bf16", **options).apply(TrainingObjects([model]))
         return model
@@ -84,23 +85,6 @@ def test_end_of_a_model_is_computed_in_fp32(ending, end):
         assert torch.equal(model(X), expected)
     with torch.inference_mode():
         assert torch.equal(model(X), expected)
-
-
-def test_saturated_discriminator_recovers_with_bce(ending):
-    torch.manual_seed(0)
-    model = ending(nn.Sigmoid())
-    with torch.no_grad():
-        model.layer.bias.fill_(9)  # its sigmoid is 1 in bf16, so BCE against 0 is 100, with a gradient of 0
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = F.binary_cross_entropy(model(torch.zeros(4, 3)), torch.zeros(4, 4))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(9, abs=0.01)
-    assert losses[-1] < 2
 
 
 def test_several_outputs_each_come_in_fp32(ending):

@@ -1,7 +1,17 @@
-"""Each event counts as one kind of work, and time without events is Python's."""
+"""Each event counts as one kind of work, and time without events is Python's.
+
+The recorded steps are from `nano-loop profile` in bf16, with torch 2.13 on a two-core AMD EPYC: the mean microseconds
+per step, for each chain of events (an operator and its callers), spent outside nested events. ResNet-50 has 16 images
+of 224²; BERT is that of `benchmarks`, with two of its twelve layers and 4 sequences of 128 tokens: a step of all layers
+has the same chains.
+"""
 
 import importlib
+import json
 import pkgutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +19,25 @@ import torch
 from nano_loop import kernels
 from nano_loop.profiling import kinds
 from nano_loop.profiling.kinds import FUNCTIONS, KINDS, kind_of, lines_of, times_of
-from profiling.events import Event
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+@dataclass
+class Event:
+    """Has the attributes of an event of torch.profiler that nano_loop reads."""
+
+    name: str
+    self_cpu_time_total: float = 1.0
+    cpu_parent: Any = None
+
+
+def event_of(names, time=1.0):
+    """Return an event with its callers."""
+    event = None
+    for name in reversed(names):
+        event = Event(name, time, cpu_parent=event)
+    return event
 
 
 @pytest.mark.parametrize(
@@ -34,10 +62,7 @@ from profiling.events import Event
     ],
 )
 def test_event_counts_for_one_kind(names, kind):
-    event = None
-    for name in reversed(names):
-        event = Event(name, cpu_parent=event)
-    assert kind_of(event) == kind
+    assert kind_of(event_of(names)) == kind
 
 
 def test_functions_of_kernels_are_no_python():
@@ -80,3 +105,12 @@ def test_lines_name_every_kind():
     assert lines[0].split() == ["kind", "of", "work", "ms", "per", "step", "share"]
     assert all(kind in line for kind, line in zip(KINDS, lines[1:], strict=False))
     assert [line.split()[-1] for line in lines[-2:]] == ["8.000", "7.000"]
+
+
+@pytest.mark.parametrize("name", ["bert", "resnet50"])
+def test_kinds_account_for_95_percent_of_a_recorded_step(name):
+    step = json.loads((RECORDED / f"{name}.json").read_text())
+    times = times_of([event_of(chain.split("|"), time) for chain, time in step["events"].items()], step["wall"])
+    assert sum(times.values()) == pytest.approx(step["wall"], rel=1e-6)
+    assert times[kinds.PYTHON] <= 0.05 * step["wall"]
+    assert max(times, key=times.get) == kinds.PRODUCTS

@@ -27,10 +27,6 @@ def of(*blocks, kind=nn.ModuleList):
     return model
 
 
-def sizes(model):
-    return [len(group) for group in repeated_blocks(model)]
-
-
 @pytest.mark.parametrize("kind", [nn.ModuleList, lambda blocks: nn.Sequential(*blocks)])
 def test_layers_of_a_transformer_are_one_group(kind):
     model = of(Block(), Block(), Block(), kind=kind)
@@ -38,47 +34,34 @@ def test_layers_of_a_transformer_are_one_group(kind):
     assert described(repeated_blocks(model)) == "3 blocks of Block"
 
 
-def test_a_model_that_is_a_sequence_of_blocks_has_them_too():
-    model = nn.Sequential(Block(), Block())
-    assert repeated_blocks(model) == [list(model)]
-
-
-def test_blocks_that_differ_are_groups_of_their_own():
-    first, others = Block(outputs=8), [Block() for _ in range(3)]
-    frozen = [Block() for _ in range(2)]
-    for each in frozen:
-        each.requires_grad_(False)
-    assert repeated_blocks(of(first, *others, *frozen)) == [[first], others, frozen]
-
-
-def test_stages_are_looked_into():
-    model = nn.Sequential(Stage(4, 2), Stage(8, 3))
-    assert sizes(model) == [2, 3]
-    assert described(repeated_blocks(model)) == "5 blocks of Block"
-
-
-def test_a_block_that_is_called_twice_counts_once():
-    block = Block()
-    assert sizes(of(block, block, Block())) == [2]
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.Linear(3, 3),
-        of(Block()),
-        of(Block(4), Block(8), Block(16)),  # like a U-Net
-        of(Block(4), Block(4), Block(8), Block(16)),  # three compilations for four blocks
-        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()),
-        of(nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential(nn.ReLU(), nn.Tanh())),
-    ],
-    ids=["one layer", "one block", "all differ", "most differ", "layers", "no parameters"],
-)
-def test_without_repeated_blocks_there_are_none(model):
-    assert repeated_blocks(model) == []
-
-
-def test_blocks_in_other_dtypes_and_layouts_differ():
+def in_other_dtypes_and_layouts():
     low, laid_out = Block().bfloat16(), Block()
     laid_out.one.weight = nn.Parameter(torch.randn(4, 4).t())
-    assert sizes(of(Block(), Block(), Block(), Block(), low, low.to(torch.bfloat16), laid_out)) == [4, 1, 1]
+    return of(Block(), Block(), Block(), Block(), low, low.to(torch.bfloat16), laid_out)
+
+
+def frozen(count):
+    return [Block().requires_grad_(False) for _ in range(count)]
+
+
+#: Models, and the numbers of blocks in their groups.
+MODELS = {
+    "a sequence": (nn.Sequential(Block(), Block()), [2]),
+    "some differ": (of(Block(outputs=8), Block(), Block(), Block(), *frozen(2)), [1, 3, 2]),
+    "stages": (nn.Sequential(Stage(4, 2), Stage(8, 3)), [2, 3]),
+    "a block that is called twice": (of(*[Block()] * 2, Block()), [2]),
+    "other dtypes and layouts": (in_other_dtypes_and_layouts(), [4, 1, 1]),
+    "one layer": (nn.Linear(3, 3), []),
+    "one block": (of(Block()), []),
+    "all differ": (of(Block(4), Block(8), Block(16)), []),  # like a U-Net
+    "most differ": (of(Block(4), Block(4), Block(8), Block(16)), []),  # three compilations for four blocks
+    "layers": (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()), []),
+    "no parameters": (of(nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential(nn.ReLU(), nn.Tanh())), []),
+}
+
+
+@pytest.mark.parametrize(("model", "sizes"), MODELS.values(), ids=MODELS)
+def test_blocks_of_equal_structure_are_one_group(model, sizes):
+    groups = repeated_blocks(model)
+    assert [len(group) for group in groups] == sizes
+    assert described(groups) == (f"{sum(sizes)} blocks of Block" if sizes else "")

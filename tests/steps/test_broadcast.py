@@ -8,7 +8,6 @@ import torch.fx
 from distributed.data_parallel.averaged import make_step
 from torch import nn
 
-from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.distributed.data_parallel.initial_sync import named_parameters
 from nano_loop.errors import NanoError
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -27,10 +26,6 @@ def stepped(given):
     given.optimizers[0].step()
     given.optimizers[0].zero_grad()
     return given
-
-
-def test_one_process_has_nothing_to_do():
-    assert not make_step(Broadcast, ALONE)[0].enabled
 
 
 def test_parameters_and_buffers_become_rank_0s_in_place(team):

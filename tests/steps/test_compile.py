@@ -16,7 +16,7 @@ from torch import nn
 from nano_loop import nano
 from nano_loop.patching.torch_private_compiler import compiled_call
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.compile import Compile
+from nano_loop.steps.compile import Compile, arguments_with
 from nano_loop.storage.cache_folder import inductor_folder
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
@@ -39,19 +39,6 @@ def counting_backend(calls):
         return graph.forward
 
     return backend
-
-
-def test_model_is_compiled_with_the_given_arguments_and_plain_afterwards(step):
-    model, calls, x = Net(), [], torch.ones(1, 3)
-    expected = model(x)
-    made = step(Compile, compile={"backend": counting_backend(calls)})
-    assert made.skip_reason(TrainingObjects([model])) is None
-    made.apply(TrainingObjects([model]))
-    assert torch.equal(model(x), expected)
-    assert len(calls) == 1
-    made.undo()
-    model(torch.ones(5, 7, 3))
-    assert len(calls) == 1
 
 
 def test_second_setup_of_a_model_compiles_nothing_and_says_the_same(step):
@@ -96,24 +83,6 @@ def blocks(count, **named):
     return [Block(**named) for _ in range(count)]
 
 
-def trained(model, optimizer, batches):
-    losses = []
-    for x in batches:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def run(model, batches, **options):
-    torch.manual_seed(0)
-    accelerated = nano(verbose=False, **options)(trained)
-    losses = accelerated(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
-    return losses, accelerated.report["compile"].detail
-
-
 def test_each_kind_of_block_is_compiled_once(step):
     calls, x = [], torch.ones(2, 3, requires_grad=True)
     odd = Block()
@@ -147,7 +116,12 @@ def test_blocks_of_many_sizes_are_not_too_many_for_torch(step, caplog):
 def test_blocks_with_convolutions_are_compiled_once_with_channels_last():
     calls = []
     model = Stacked(*blocks(12, channels=2))
-    run(model, [torch.ones(2, 2, 3, 3)], channels_last=True, compile={"backend": counting_backend(calls)})
+
+    @nano(channels_last=True, compile={"backend": counting_backend(calls)}, verbose=False)
+    def train(model):
+        model(torch.ones(2, 2, 3, 3)).square().mean().backward()
+
+    train(model)
     assert len(calls) == 2  # the first block's input needs no gradient
 
 
@@ -251,3 +225,29 @@ def test_nothing_is_opened_or_made_in_the_folder_of_inductor_that_others_may_hav
     assert done.stdout == "\n"
     assert any((tmp_path / "home/nano_loop/torchinductor").rglob("*.so")) == has_home
     assert {path.name for path in tmp_path.iterdir()} <= {"home", folder.name}
+
+
+OURS = {"fallback_random": True, "cpp_cache_precompile_headers": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"fullgraph": True}, {"fullgraph": True, "options": OURS}),
+        ({"mode": "default"}, {"options": OURS}),
+        ({"options": {"fallback_random": False}}, {"options": {**OURS, "fallback_random": False}}),
+        ({"options": {"max_autotune": True}}, {"options": {**OURS, "max_autotune": True}}),
+        ({"backend": "aot_eager"}, {"backend": "aot_eager"}),
+    ],
+)
+def test_inductor_draws_as_torch_does_and_the_users_arguments_prevail(given, expected):
+    before = copy.deepcopy(given)
+    assert arguments_with(given) == expected
+    assert given == before
+
+
+def test_a_mode_becomes_its_options():
+    arguments = arguments_with({"mode": "max-autotune-no-cudagraphs"})
+    assert arguments["options"]["max_autotune"]
+    assert "mode" not in arguments
+    torch.compile(torch.nn.Linear(1, 1), **arguments)

@@ -70,29 +70,8 @@ def test_report_names_what_was_left_alone(folder):
     assert "left alone: images of mode RGB, or with other metadata" in report["image_cache"].detail
 
 
-class Listed(torch.utils.data.Dataset):
-    """A list of samples with a transform pipeline."""
-
-    def __init__(self, samples, transform):
-        self.samples, self.transform = samples, transform
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        return self.transform(Image.open(self.samples[index][0]).convert("RGB")), self.samples[index][1]
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        lambda folder: datasets.ImageFolder(folder, transforms.CenterCrop.forward),
-        lambda folder: Listed(datasets.ImageFolder(folder).samples, pipeline()),
-    ],
-    ids=["no pipeline", "no folder"],
-)
-def test_loader_that_is_left_alone_is_named(folder, dataset):
-    loader = DataLoader(dataset(folder), 4)
+def test_loader_that_is_left_alone_is_named(folder):
+    loader = DataLoader(datasets.ImageFolder(folder, transforms.CenterCrop.forward), 4)
     with pytest.raises(NanoConfigError, match="fast_images=True"):
         nano(verbose=False, fast_images=True)(lambda model, loader: None)(nn.Conv2d(3, 2, 1), loader)
     decorated = nano(verbose=False)(lambda model, loader: None)
@@ -100,21 +79,17 @@ def test_loader_that_is_left_alone_is_named(folder, dataset):
     assert (decorated.report["fast_images"].status, decorated.report["fast_images"].code) == ("skipped", "no_images")
 
 
-def test_images_are_kept_for_the_next_call(folder, monkeypatch):
-    loader = loader_of(folder)
-    first, _ = run(loader)
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_images_are_kept_for_the_next_call_and_in_a_folder_for_the_next_process(
+    folder, tmp_path, monkeypatch, is_folder
+):
+    loader, place = loader_of(folder), tmp_path / "cache" if is_folder else None
+    first, report = run(loader, image_cache=place)
+    assert report["fast_images"].detail.endswith("in the folder of image_cache") is is_folder
+    assert not is_folder or place.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(transforms.functional, "resize", None)
-    second, _ = run(loader)
-    assert all(map(torch.equal, first, second))
-
-
-def test_images_are_kept_in_a_folder_for_the_next_process(folder, tmp_path, monkeypatch):
-    place = tmp_path / "cache"
-    first, report = run(loader_of(folder), image_cache=place)
-    assert report["fast_images"].detail.endswith("in the folder of image_cache")
-    assert oct(place.stat().st_mode)[-3:] == "700"
-    monkeypatch.setattr(transforms.functional, "resize", None)
-    assert all(map(torch.equal, run(loader_of(folder), image_cache=place)[0], first))
+    again, _ = run(loader_of(folder) if is_folder else loader, image_cache=place)
+    assert all(map(torch.equal, again, first))
 
 
 @pytest.mark.parametrize(

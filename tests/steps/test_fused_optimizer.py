@@ -37,20 +37,15 @@ class OwnStep(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "code"),
     [
-        (lambda p: torch.optim.ASGD(p), "no_kernel"),
-        (lambda p: torch.optim.LBFGS(p), "no_kernel"),
-        (lambda p: torch.optim.RMSprop(p), "no_kernel"),
-        (lambda p: torch.optim.NAdam(p), "no_kernel"),
-        (lambda p: torch.optim.RAdam(p), "no_kernel"),
-        (lambda p: torch.optim.Adamax(p), "no_kernel"),
-        (lambda p: torch.optim.Adadelta(p), "no_kernel"),
-        (lambda p: torch.optim.Rprop(p), "no_kernel"),
+        *((kind, "no_kernel") for kind in (torch.optim.ASGD, torch.optim.LBFGS, torch.optim.RMSprop)),
+        *((kind, "no_kernel") for kind in (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)),
+        *((kind, "no_kernel") for kind in (torch.optim.Adadelta, torch.optim.Rprop)),
         (lambda p: torch.optim.Adam(p, foreach=True), "users_flag"),
         (lambda p: torch.optim.Adam(p, fused=False), "users_flag"),
         (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable"),
         (lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)), "differentiable"),
         (lambda p: torch.optim.Adam([nn.Parameter(torch.ones(2, dtype=torch.complex64))]), "unusual"),
-        (lambda p: OwnStep(p), "own_step"),
+        (OwnStep, "own_step"),
     ],
 )
 def test_what_cannot_or_shall_not_be_switched_is_skipped_with_the_reason(step, make, code):

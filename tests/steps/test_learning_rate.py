@@ -87,13 +87,6 @@ def test_ratio_grows_from_one_to_the_number_of_ranks(ramped, taken, ratio):
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_report_says_how_far_and_how_long(step):
-    made = step(LearningRate, ranks=Alike(0, 2))
-    given = TrainingObjects(optimizers=[torch.optim.SGD([weight()], lr=0.1)])
-    assert made.skip_reason(given) is None
-    assert made.apply(given) == "ramps to 2× over 1,000 steps (auto_lr)"
-
-
 def test_first_step_is_the_users_to_the_bit_and_each_step_counts(ramped, monkeypatch):
     monkeypatch.setattr(learning_rate, "WARM_UP", 2)
     optimizer, one, made = ramped(None)
@@ -244,22 +237,15 @@ def test_lbfgs_is_left_alone(step, line_search):
     assert {*rates} == {1}
 
 
-# --- checkpoints ---
-
-
-def saved_and_loaded(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer)
-
-
 def test_steps_are_in_the_checkpoint_and_never_in_the_groups(ramped, monkeypatch):
     monkeypatch.setattr(learning_rate, "WARM_UP", 10)
     optimizer, one, _ = ramped(None)
     for _ in range(5):
         moved(optimizer, one)
-    state = saved_and_loaded(optimizer.state_dict())
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    state = torch.load(buffer)
     assert state["param_groups"][0]["auto_lr_step"] == 5
     assert "auto_lr_step" not in optimizer.param_groups[0]
     resumed, other, _ = ramped(None, lr=0.1)
@@ -276,9 +262,6 @@ def test_copies_and_what_is_left_are_plain(ramped):
     made.undo()
     assert moved(optimizer, one) == 0.5
     assert "auto_lr_step" not in optimizer.state_dict()["param_groups"][0]
-
-
-# --- across calls ---
 
 
 def test_ramp_goes_on_in_the_next_run_of_the_optimizer(of_four, ramped, monkeypatch):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from watched import fit, make
 
 from nano_loop import nano
 from nano_loop.distributed.comm.ranks import Ranks
@@ -17,18 +17,6 @@ from nano_loop.steps.threads import Threads
 @pytest.fixture(autouse=True)
 def two_threads(set_num_threads):
     set_num_threads(2)
-
-
-def parts():
-    model = nn.Linear(2, 1)
-    return model, torch.optim.SGD(model.parameters(), 0.1)
-
-
-def fit(model, optimizer, steps=4):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(2, 2)).sum().backward()
-        optimizer.step()
 
 
 OPTIONS = {"num_threads": "auto", "verbose": False}
@@ -45,7 +33,7 @@ def test_report_says_what_was_measured_and_the_number_is_put_back(monkeypatch, m
 
     monkeypatch.setattr(StepTrial, "note", settled)
     train = nano(**OPTIONS)(fit)
-    train(*parts())
+    train(*make())
     found = [(result.status, result.code) for result in train.report.results if result.name == "num_threads"]
     code = {0.001: "one_thread_is_faster", 0.002: "more_threads_stay", None: "too_few_steps"}[medians.get(1)]
     assert found == [("measured", code)]
@@ -54,7 +42,7 @@ def test_report_says_what_was_measured_and_the_number_is_put_back(monkeypatch, m
 
 def tried(step, **settings):
     """Return a step that has been applied if it applies, after a step of an optimizer, and its last line."""
-    made, objects = step(Threads, num_threads="auto", **settings), TrainingObjects([], [parts()[1]])
+    made, objects = step(Threads, num_threads="auto", **settings), TrainingObjects([], [make()[1]])
     made.observe(objects)
     if made.skip_reason(objects) is None:
         made.apply(objects)
@@ -79,13 +67,10 @@ def test_where_the_number_is_fixed_the_reason_is_said(step, machine, options, ra
     assert (made._trial is not None) == (code == "too_few_steps")
 
 
-def test_deterministic_algorithms_and_one_thread_leave_nothing_to_measure(step, machine):
+def test_deterministic_algorithms_and_one_thread_leave_nothing_to_measure(step, machine, deterministic):
     assert tried(step, on=machine(cores=1))[1].code == "one_thread"
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert tried(step, on=machine(cores=2))[1].code == "deterministic"
-    finally:
-        torch.use_deterministic_algorithms(False)
+    deterministic()
+    assert tried(step, on=machine(cores=2))[1].code == "deterministic"
 
 
 def test_number_that_the_environment_has_set_is_kept_and_tried(step, machine, monkeypatch):

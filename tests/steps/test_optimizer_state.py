@@ -91,16 +91,6 @@ def plainly(model, optimizer):
         optimizer.step()
 
 
-def scheduled(model, optimizer):
-    of = getattr(optimizer, "inner", optimizer)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(of, 0.02, total_steps=8, cycle_momentum=False)
-    for step in range(8):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-        schedule.step()
-
-
 def accumulated(model, optimizer):
     for step in range(8):
         (loss_of(model, step) / 2).backward()
@@ -160,7 +150,7 @@ def with_a_group_added(model, optimizer):
 
 
 LOOPS = (
-    *(plainly, scheduled, accumulated, with_closures),
+    *(plainly, accumulated, with_closures),
     *(with_other_settings, with_missing_gradients, unfrozen, with_a_group_added),
 )
 OPTIMIZERS = {
@@ -177,8 +167,12 @@ OPTIMIZERS = {
 STEPPED_IN_C = [*OPTIMIZERS][:7]
 
 
+def states_in(state_dict):
+    return [value for state in state_dict["state"].values() for value in state.values()]
+
+
 def states_of(optimizer):
-    return [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    return states_in(optimizer.state_dict())
 
 
 def assert_equal(mine, others):
@@ -190,7 +184,7 @@ def assert_equal(mine, others):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_weights_and_states_are_those_of_fp32_masters_to_the_bit(kind):
     # torch's fused SGD raises if only some momenta exist.
-    for loop in LOOPS if kind == "adamw" else LOOPS[:4] if kind == "momentum" else LOOPS[:1]:
+    for loop in LOOPS if kind == "adamw" else LOOPS[:3] if kind == "momentum" else LOOPS[:1]:
         plain = network()
         by_hand = ByHand(plain, OPTIMIZERS[kind])
         loop(Narrow(plain), by_hand)
@@ -225,16 +219,13 @@ def test_checkpoints_are_torch_s_and_load_on_both_sides(options, moments, make):
     ours = nano(**options, optimizer_state=moments, **QUIET)
     ours(save)(model, optimizer)
     assert {value.dtype for value in states_of(optimizer)} == {torch.float32}
-    assert_equal(
-        states_of(optimizer), [value for state in saved["optimizer"]["state"].values() for value in state.values()]
-    )
+    assert_equal(states_of(optimizer), states_in(saved["optimizer"]))
     ends = []
     for around in (ours, lambda function: function):
         other = network()
         another = make(other.parameters())
         around(load)(other, another)
-        values = [value for state in saved["again"]["state"].values() for value in state.values()]
-        assert_equal(values, states_of(optimizer))
+        assert_equal(states_in(saved["again"]), states_of(optimizer))
         assert {value.dtype for value in states_of(another)} == {torch.float32}
         ends.append(nn.utils.parameters_to_vector(other.parameters()).detach())
     torch.testing.assert_close(*ends, rtol=0, atol=0.05)

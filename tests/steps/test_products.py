@@ -202,29 +202,6 @@ def test_numbers_that_are_not_finite_reach_the_results_in_fp16_as_in_fp32(every_
     assert (ours - plain)[finite].norm() < 1e-3 * plain[finite].norm()
 
 
-@on_any_cpu
-def test_a_scaler_of_the_user_s_and_the_scale_of_an_older_checkpoint_change_nothing_in_fp16(every_product, rounded):
-    def train(model, x, scaler, entries):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        state = optimizer.state_dict()
-        state["param_groups"][0].update(entries)
-        optimizer.load_state_dict(state)
-        for _ in range(3):
-            optimizer.zero_grad()
-            scaler.scale(model(x).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return [each.detach().clone() for each in model.parameters()]
-
-    results = []
-    for is_scaled, entries in ((False, {}), (True, {"loss_scale": 512.0, "loss_scale_good": 7})):
-        scaler = torch.amp.GradScaler("cpu", enabled=is_scaled, init_scale=2.0**10)
-        run = nano(precision=16, verbose=False, fused_optimizer=False)(train)
-        results.append(run(*built("perceptron"), scaler, entries))
-    assert rounded["product"] == 2 * 3 * 5
-    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
-
-
 @here
 def test_outside_of_the_models_and_after_the_run_products_are_torchs_to_the_bit(every_product, rounded):
     a, b = torch.randn(64, 64), torch.randn(64, 64)

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from nano_loop import NanoWarning
-from nano_loop.distributed.comm.ranks import ALONE, Ranks
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.sharding import Sharding
 
@@ -23,12 +23,6 @@ class Stream(IterableDataset):
 
 def numbers(count=10, **options):
     return DataLoader(TensorDataset(torch.arange(count)), batch_size=2, **options)
-
-
-def test_it_is_for_several_ranks(step):
-    assert not step(Sharding, ranks=ALONE).enabled
-    assert step(Sharding, ranks=TWO).enabled
-    assert not step(Sharding, ranks=TWO).required
 
 
 def test_it_says_what_becomes_of_each_loader(step):

@@ -17,22 +17,14 @@ def four_threads(set_num_threads):
     set_num_threads(4)
 
 
-def test_count_is_lowered_to_the_cores_and_put_back(step, machine):
-    made = step(Threads, on=machine(cores=3))
+@pytest.mark.parametrize(("cores", "quota", "threads"), [(3, None, 3), (4, 2.5, 2)])
+def test_count_is_lowered_to_the_cores_or_the_quota_and_put_back(step, machine, cores, quota, threads):
+    made = step(Threads, on=machine(cores=cores, quota=quota))
     assert made.skip_reason(TrainingObjects()) is None
     assert "torch had 4" in made.apply(TrainingObjects())
-    assert torch.get_num_threads() == 3
+    assert torch.get_num_threads() == threads
     made.undo()
     assert torch.get_num_threads() == 4
-
-
-def test_count_is_lowered_to_the_quota(step, machine):
-    step(Threads, on=machine(cores=4, quota=2.5)).apply(TrainingObjects())
-    assert torch.get_num_threads() == 2
-
-
-def test_fewer_threads_that_the_user_set_stay(step, machine):
-    assert step(Threads, on=machine(cores=8)).skip_reason(TrainingObjects()).code == "users_number"
 
 
 BINDINGS = [("OMP_PROC_BIND", "close"), ("OMP_PROC_BIND", "TRUE"), ("GOMP_CPU_AFFINITY", "0-1")]
@@ -49,47 +41,45 @@ def test_threads_that_openmp_has_bound_stay_in_one_process(step, machine, monkey
     assert step(Threads, on=machine(cores=1)).skip_reason(TrainingObjects()) is None
 
 
-@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
-def test_users_environment_stays_in_force(step, machine, monkeypatch, variable):
-    monkeypatch.setenv(variable, "4")
-    reason = step(Threads, on=machine(cores=2)).skip_reason(TrainingObjects())
-    assert reason.code == "users_setting"
-    assert f"{variable}=4" in reason.detail
-
-
-def test_count_that_the_command_line_has_exported_is_lowered_to_a_ranks_share(step, machine, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    monkeypatch.setenv(EXPORTS, Exports({"OMP_NUM_THREADS": None}, {"OMP_NUM_THREADS": "4"}).encoded())
-    made = step(Threads, on=machine(cores=2))
-    assert made.skip_reason(TrainingObjects()) is None
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # set by the user later
-    assert made.skip_reason(TrainingObjects()).code == "users_setting"
+BY_COMMAND = {EXPORTS: Exports({"OMP_NUM_THREADS": None}, {"OMP_NUM_THREADS": "4"}).encoded()}
 
 
 @pytest.mark.parametrize(
-    ("count", "cores", "code"), [(1, 8, "users_number"), (3, 8, "users_number"), (8, 8, None), (8, 4, None)]
+    ("variables", "before", "cores", "code"),
+    [
+        ({}, 4, 8, "users_number"),
+        ({"OMP_NUM_THREADS": "4"}, 4, 2, "users_setting"),
+        ({"MKL_NUM_THREADS": "4"}, 4, 2, "users_setting"),
+        ({"OMP_NUM_THREADS": "4", **BY_COMMAND}, 4, 2, None),
+        ({"OMP_NUM_THREADS": "3", **BY_COMMAND}, 4, 2, "users_setting"),  # set by the user later
+        # Ray counts CPUs, which may be hardware threads: its number is a limit.
+        *(
+            ({"RAY_RAYLET_PID": "1", "OMP_NUM_THREADS": str(count)}, count, cores, code)
+            for count, cores, code in ((1, 8, "users_number"), (3, 8, "users_number"), (8, 8, None), (8, 4, None))
+        ),
+    ],
 )
-def test_number_that_ray_has_set_for_an_actor_is_a_limit(step, machine, monkeypatch, count, cores, code):
-    """Ray counts CPUs, which may be hardware threads."""
-    monkeypatch.setenv("RAY_RAYLET_PID", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", str(count))
-    torch.set_num_threads(count)
+def test_number_of_the_user_stays_unless_it_is_ours_or_the_option_asks_for_another(
+    step, machine, monkeypatch, variables, before, cores, code
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    torch.set_num_threads(before)
     made = step(Threads, on=machine(cores=cores))
     reason = made.skip_reason(TrainingObjects())
     assert (reason and reason.code) == code
     if reason is None:
         made.apply(TrainingObjects())
-    assert torch.get_num_threads() == min(count, cores)
-
-
-def test_number_that_the_option_asks_for_is_set_above_all_others(step, machine, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    made = step(Threads, on=machine(cores=2), num_threads=3)
-    assert made.skip_reason(TrainingObjects()) is None
-    assert made.apply(TrainingObjects()) == "3, as requested (torch had 4)"
-    assert torch.get_num_threads() == 3
-    made.undo()
-    assert torch.get_num_threads() == 4
+        assert torch.get_num_threads() == min(before, cores)
+        made.undo()
+    elif code == "users_setting":
+        assert any(f"{name}={value}" in reason.detail for name, value in variables.items())
+    asked = step(Threads, on=machine(cores=cores), num_threads=2)
+    assert asked.skip_reason(TrainingObjects()) is None
+    assert asked.apply(TrainingObjects()) == f"2, as requested (torch had {before})"
+    assert torch.get_num_threads() == 2
+    asked.undo()
+    assert torch.get_num_threads() == before
 
 
 WAITED = "other programs used the CPUs: threads spent 46% of their runnable time waiting"

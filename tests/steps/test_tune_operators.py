@@ -146,9 +146,6 @@ def test_mode_that_the_loop_switches_on_keeps_to_the_first_guesses(
     assert not found
 
 
-# --- several processes ---
-
-
 class Others:
     """The ranks of a run of two, whose broadcasts the test transports."""
 

@@ -304,12 +304,6 @@ def test_loaders_of_all_kinds_give_what_they_gave(pictures, name):
     assert_as_plain(loader, 1 if " by " in name else 3)
 
 
-def resized_by_and_by(data):
-    for size in (16, 24, 16, 24):
-        data.transform.transforms[0].size = (size, size)
-        yield
-
-
 def transformed_anew(data):
     for size in (16, 24, 16, 24):
         data.transform = compose(v1.Resize((size, size)), v1.ToTensor())
@@ -368,11 +362,7 @@ def changed_in_place(data):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        *(resized_by_and_by, transformed_anew, other_files, decoded_differently, without_a_pipeline),
-        changed_in_place,
-    ],
+    "changes", [transformed_anew, other_files, decoded_differently, without_a_pipeline, changed_in_place]
 )
 @pytest.mark.parametrize("size", [22, 5])
 def test_dataset_that_the_loop_changes_between_epochs_or_batches(pictures, changes, size):

@@ -75,13 +75,6 @@ def test_disk_that_is_full_ends_the_writing_and_leaves_no_parts(tmp_path):
     assert store.notes() == []
 
 
-def test_folder_without_rights_is_noted():
-    store = Store(Path("/sys/kernel"), None, sums=True)  # not even root may write here
-    fill(store)
-    assert_right(store, 0)
-    assert "cannot be written" in store.notes()[0]
-
-
 @pytest.mark.parametrize(
     "damage",
     [

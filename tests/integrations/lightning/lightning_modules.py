@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -85,14 +85,6 @@ class Dealt(torch.utils.data.Sampler):
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(list(zip(*numbers(), strict=True)))
-
-
-class Items(Dataset):
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, row):
-        return tuple(each[row] for each in numbers())
 
 
 def module_class(pl):

@@ -11,7 +11,6 @@ from integrations.lightning.lightning_modules import (
     NANO,
     PACKAGES,
     PLAIN,
-    Items,
     Stream,
     data_class,
     fitted,
@@ -113,11 +112,6 @@ LOOPS = {
         ("one",),
     ),
     "an iterable dataset": (lambda: (Regression(), []), {"data": Streaming}, ("one", "two")),
-    "a dataset of items": (
-        lambda: (Regression(), []),
-        {"data": data_class(pl, lambda size: DataLoader(Items(), size))},
-        ("one",),
-    ),
 }
 
 
@@ -253,9 +247,3 @@ def test_products_round_by_our_trainer_and_by_the_option_of_the_strategy(package
     assert counts == counts[:1] * 3
     module(torch.ones(32, 8))  # after the run
     assert len(calls) == sum(counts)
-
-
-def test_module_of_the_other_package_is_refused_by_lightning():
-    other = module_class(importlib.import_module(PACKAGES[1]))()
-    with pytest.raises(TypeError, match="LightningModule"):
-        fitted(Trainer, other, **NANO)

@@ -42,6 +42,7 @@ Regression = module_class(pl)
         ({"channels_last": 3}, "channels_last=3"),
         *(({name: True}, f"{name}=True: it was removed.*Omit it") for name in REMOVED),
         ({"num_processes": 0}, "num_processes=0"),
+        ({"precision": "fp17"}, r"precision='fp17': it must be \"auto\", .*Lightning's names"),
         ({"verify": True}, r"verify=True.*Call nano_loop.verify"),
     ],
 )
@@ -72,11 +73,6 @@ def test_auto_precision_rounds_products_and_others_are_lightnings():
     _, trainer = fitted(Trainer, Regression(), precision="auto", **NANO)
     assert (trainer.precision, trainer.report.options["precision"]) == ("bf16-products", "bf16-products")
     assert Trainer(**QUIET, precision="64-true").precision == "64-true"
-
-
-def test_precision_that_neither_knows_is_told_with_the_names_of_both():
-    with pytest.raises(NanoConfigError, match=r"precision='fp17': it must be \"auto\", .*Lightning's names"):
-        Trainer(**QUIET, precision="fp17")
 
 
 class DtypeNoting(Regression):

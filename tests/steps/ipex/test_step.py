@@ -21,9 +21,6 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 needs_ipex = pytest.mark.skipif(not has_ipex(), reason="IPEX is in the environment of `make test-ipex` alone")
 
 
-# --- before the import, with fake versions and machines ---
-
-
 @pytest.fixture
 def installed(monkeypatch):
     """Fake the versions of torch and IPEX (None if not installed); importing IPEX is then an error."""
@@ -150,8 +147,6 @@ def test_kernels_that_stay_in_force_are_in_the_report_of_a_run_without_the_optio
     assert "not requested" in train(use_ipex=False)["ipex"].detail
 
 
-# --- the import, in a separate process ---
-
 IMPORTING = """
     import json, logging, os, sys, threading, warnings
     from pathlib import Path
@@ -203,9 +198,6 @@ def test_import_leaves_the_process_as_it_was(imported):
     assert seen["after"] == seen["before"]
 
 
-# --- not covered by loops ---
-
-
 @needs_ipex
 def test_report_is_all_that_is_printed(imported):
     _, err = imported
@@ -234,6 +226,3 @@ def test_encoder_layer_that_fails_when_it_is_packed_runs(training):
 
     found = run(model, torch.optim.AdamW(model.parameters()))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-# --- several processes ---

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from nano_loop import TorchNano, accelerated
-from nano_loop.kernels import override
+from nano_loop.kernels import bernoulli, override
 from nano_loop.patching.operators import gives_kernels
 from nano_loop.patching.patch_table import users
 from nano_loop.steps.kernel_step import LOOKS_FROM
@@ -75,3 +75,31 @@ def test_run_beside_another_has_its_own_kernels(called, monkeypatch, options):
         assert not called
         model(x).sum().backward()
     assert called == ["layer_norm"]
+
+
+@pytest.mark.parametrize("options", [{}, {"tune_operators": False, "fast_linear": True}])
+def test_operators_that_are_named_keep_their_dtype(monkeypatch, options):
+    use_for_all_sizes(monkeypatch, BY_NAME["fast_linear"])
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 40, bias=False))
+    with (
+        accelerated(model, precision="bf16", fp32_ops=["linear"], verbose=False, **options),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        assert model(torch.ones(96, 64)).dtype is torch.float32
+
+
+@pytest.mark.skipif(bernoulli.KERNEL.unavailable is not None, reason=str(bernoulli.KERNEL.unavailable))
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=["fp32", "bf16"])
+def test_masks_of_dropout_are_the_plain_loops_and_drawn_fast_during_the_run(filled, options):
+    model, x = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.25)), torch.ones(64, 1024)
+
+    def dropped():
+        torch.manual_seed(1)
+        return model[1](x), torch.rand(2)
+
+    plain = dropped()
+    with accelerated(model, verbose=False, **options):
+        assert all(map(torch.equal, dropped(), plain))
+        assert filled == [x.numel()]
+    dropped()
+    assert filled == [x.numel()]
