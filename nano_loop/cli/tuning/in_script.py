@@ -56,6 +56,7 @@ class _Timer:
         self._began = self._last = time.perf_counter()
         self._hooks = ExitStack()  # never closed: the process ends
         self._hooks.enter_context(called_after_steps(self._note))
+        self._script: str | None = None
         atexit.register(self._answer_at_end)
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
@@ -73,6 +74,7 @@ class _Timer:
             self._seconds.append(now - self._last)
         else:  # the time before the first step is not a step
             self._seconds, self._began = [0.0], now
+            self._script = script_of_process()  # now, since Python forgets its path before the exit functions
         enough = now - self._began >= self._command.arguments["seconds"]
         if enough and len(self._seconds) >= WARMUP + LEAST:
             self._command.end(result=self._times())
@@ -88,7 +90,7 @@ class _Timer:
             "seconds": _mean_without_pauses(later) if len(later) >= LEAST // 2 else None,
             "peak": peak_memory(),
             "waits": waits,
-            "script": script_of_process(),
+            "script": self._script,
             "has_convolutions": any(weight.dim() in (4, 5) for weight in weights),
             **_of_run(self._run, self._is_explicit),
         }
