@@ -79,7 +79,8 @@ class SharedMemoryTransport:
     def post(self, tensors: Sequence[torch.Tensor] | None) -> bool:
         """Copy a short list, or None, to shared memory, and return whether it is one. Collective.
 
-        If all ranks have posted theirs, and have exchanged anything since, `average_posted` may replace `average`.
+        If all ranks have posted theirs, and have exchanged anything since, `average_posted` may replace `average`. A
+        rank without a list passes None, so that all ranks keep using the same slot.
         """
         self._turn = 1 - self._turn
         short = None if tensors is None else self._plan(signature(tensors)).short
