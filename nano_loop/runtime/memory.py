@@ -18,7 +18,7 @@ from nano_loop.config.options import Options
 from nano_loop.cpu import memory_left, peak_memory, resident_memory
 from nano_loop.cpu.tree import Tree
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.errors import NanoMemoryError, error_message
+from nano_loop.errors import NanoError, NanoMemoryError, error_message
 from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, named_parameters_of
@@ -131,7 +131,8 @@ class MemoryWatch:
 
     def explain(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         """Raise a `NanoMemoryError` instead of torch's out-of-memory error. For `ExitStack.push`."""
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):
+        is_own = isinstance(error, NanoError)  # of another rank
+        if isinstance(error, RuntimeError) and not is_own and "DefaultCPUAllocator" in str(error):
             raise self._error(" ".join(str(error).split()), self._read_limit()) from error
 
     # --- the first step ---

@@ -49,6 +49,13 @@ def chatty(work, count):
     return plain(work, count)
 
 
+def drifting(work, count):
+    """Train with a learning rate that is off by a factor of 1.0001."""
+    for group in work.optimizer.param_groups:
+        group["lr"] *= 1.0001
+    return plain(work, count)
+
+
 def littering(work, count):
     """Leave a file, and name it in the error."""
     raise FileExistsError(tempfile.mkdtemp())

@@ -12,8 +12,8 @@ from marked import MARK, processes_with
 
 from cli.loops import looped
 
-#: Trains until it is ended.
-SCRIPT = looped("(time.sleep(0.2) or torch.rand(4, 8) for _ in iter(int, 1))")
+#: Writes a file when its loop begins, and trains for longer than a command measures.
+SCRIPT = looped("(open('begun', 'w').close() or time.sleep(2.0) or torch.rand(4, 8) for _ in iter(int, 1))")
 #: Processes of a command: its own, and the script's.
 EXPECTED = 2
 
@@ -43,7 +43,8 @@ def started(tmp_path):
             text=True,
         )
         assert wait_until(lambda: len(processes_with(str(tmp_path))) >= EXPECTED, 60), "it never came to work"
-        time.sleep(6.0)  # until the script has imported torch
+        assert wait_until((tmp_path / "begun").exists, 60), "its loop never began"
+        time.sleep(0.5)
         return process, processes_with(str(tmp_path))
 
     yield start

@@ -289,6 +289,22 @@ def test_error_of_torch_in_a_loop_that_was_set_up_is_the_same_error() -> None:
     assert "0.weight" in str(caught.value)
 
 
+def _fails_in_another_rank(model: nn.Module) -> None:
+    raise nano_loop.NanoWorkerError("rank 1 raised NanoMemoryError: DefaultCPUAllocator: can't allocate", rank=1)
+
+
+def _fails_in_a_nested_run(model: nn.Module) -> None:
+    nano_loop.nano(verbose=False)(lambda model: torch.empty(1 << 50))(model)
+
+
+@pytest.mark.parametrize("fail", [_fails_in_another_rank, _fails_in_a_nested_run])
+def test_error_that_is_explained_already_stays_what_it_is(fail: Any) -> None:
+    with pytest.raises(nano_loop.NanoError) as caught:
+        nano_loop.nano(verbose=False)(fail)(nn.Linear(1, 1))
+    assert isinstance(caught.value, nano_loop.NanoWorkerError) == (fail is _fails_in_another_rank)
+    assert str(caught.value).count("Use a smaller") == (fail is _fails_in_a_nested_run)
+
+
 def test_advice_is_to_raise_a_limit_that_the_libraries_alone_exceed() -> None:
     with pytest.raises(
         nano_loop.NanoMemoryError, match=r"; the parts are libraries and data .*\. Raise memory_limit\.$"
