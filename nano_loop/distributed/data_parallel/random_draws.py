@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +32,7 @@ _ALIKE = "with split_batches and equal parts, these are the same on all ranks, u
 _PER_SAMPLE = "If they are per sample, draw them by a function such as torch.randn_like, or from the first step on"
 #: The code of modules whose dropout inputs have time as the first dimension.
 _RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.RNN, nn.LSTM, nn.GRU))
+_CALL = nn.Module.__call__.__code__
 
 
 class _Part(NamedTuple):
@@ -48,6 +52,16 @@ class _Part(NamedTuple):
         return torch.empty(sizes, dtype=tensor.dtype).permute([self.order.index(i) for i in range(tensor.dim())])
 
 
+@dataclass
+class _Learnt:
+    """What is known of the draws of one model, by place in the program and number of the draw there."""
+
+    dimensions: dict[tuple[int, ...], int | None] = field(default_factory=dict)  # of the batch
+    by_place: defaultdict[tuple[int, ...], set[int | None]] = field(default_factory=lambda: defaultdict(set))
+    orders: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)  # see `_Part`
+    unknown: set[tuple[int, ...]] = field(default_factory=set)  # the witness has reported nothing of these
+
+
 def may_be_by_batch(tensor: Tensor, generator: torch.Generator | None) -> bool:
     """Whether a drawn tensor may have a batch dimension, unlike data that one rank makes to evaluate alone."""
     is_for_training = _is_default(generator) or torch.is_grad_enabled()
@@ -61,11 +75,12 @@ def _is_default(generator: torch.Generator | None) -> bool:
 class RandomDraws:
     """Draws from any generator, in the loop's thread.
 
-    Whether a draw has a batch dimension is determined once per place in the program and number of the draw there in its
-    batch, since a loop may draw for activations and weights at one place. It follows from the tensor's sizes on all
-    ranks if these have different numbers of samples, and otherwise from its sizes in the witness. If the witness does
-    not report them, the draw is like all others at its place. If there are none, masks and ``*_like`` of tensors that
-    are not parameters are assumed to have a batch dimension. For `in_witness`, see `Comparison.drawn`.
+    Whether a draw has a batch dimension is determined once per model, place in the program, and number of the draw
+    there in its batch: a loop may draw for activations and weights at one place, and a function may train models of
+    different layouts. It follows from the tensor's sizes on all ranks if these have different numbers of samples, and
+    otherwise from its sizes in the witness. If the witness does not report them, the draw is like all others at its
+    place. If there are none, masks and ``*_like`` of tensors that are not parameters are assumed to have a batch
+    dimension. For `in_witness`, see `Comparison.drawn`.
     """
 
     def __init__(self, ranks: Ranks, in_witness: Callable[[int], Any] = lambda number: None) -> None:
@@ -74,10 +89,7 @@ class RandomDraws:
         self._ranks = ranks
         self._in_witness = in_witness
         self._places: dict[tuple[int, ...], int] = {}  # the number of draws for the current batch, by place
-        self._sites: dict[tuple[int, ...], int | None] = {}  # the dimension of the batch, by place and number
-        self._dimensions: dict[tuple[int, ...], set[int | None]] = {}  # all dimensions of the batch at a place
-        self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # see `_Part`, by place and number
-        self._unknown: set[tuple[int, ...]] = set()  # draws for which the witness has reported nothing
+        self._learnt: WeakKeyDictionary[object, _Learnt] = WeakKeyDictionary()  # by the outermost module, if any
         self._draws = False  # whether a tensor is being drawn for the whole batch
 
     def draw(
@@ -110,44 +122,45 @@ class RandomDraws:
             return None
         if not number:
             self._places.clear()
-        place = _site(tensor.dim())
+        model, place = _site(tensor.dim())
+        learnt = self._learnt.setdefault(self if model is None else model, _Learnt())
         site = *place, self._places.setdefault(place, 0)
         self._places[place] += 1
-        known = self._dimensions.setdefault(place, set())
-        if site not in self._sites:
-            self._learn(site, tensor, share, number)
-        if site in self._sites:
-            known.add(dimension := self._sites[site])
+        if site not in learnt.dimensions:
+            self._learn(learnt, site, tensor, share, number)
+        known = learnt.by_place[place]
+        if site in learnt.dimensions:
+            known.add(dimension := learnt.dimensions[site])
         else:
             dimension = next(iter(known)) if len(known) == 1 else self._guessed(tensor, share, is_mask)
         if dimension is None or tensor.size(dimension) % share.samples:
             return None
         times = tensor.size(dimension) // share.samples  # of flattened samples, or of heads of an attention
         split.draws_several_rows |= times > 1
-        if share.samples > 1 or site not in self._orders:  # the stride of a dimension of size 1 is arbitrary
-            self._orders[site] = order_of(tensor)
-        return _Part(dimension, share.start * times, share.total * times, self._orders[site])
+        if share.samples > 1 or site not in learnt.orders:  # the stride of a dimension of size 1 is arbitrary
+            learnt.orders[site] = order_of(tensor)
+        return _Part(dimension, share.start * times, share.total * times, learnt.orders[site])
 
-    def _learn(self, site: tuple[int, ...], tensor: Tensor, share: Share, number: int) -> None:
+    def _learn(self, learnt: _Learnt, site: tuple[int, ...], tensor: Tensor, share: Share, number: int) -> None:
         """Determine the batch dimension of a tensor, if any; raise if the shapes do not fit. Collective."""
-        if site in self._unknown:
+        if site in learnt.unknown:
             return
         own = [*tensor.shape]
         told = self._in_witness(number) if share.is_even and share.may_have_rows(own) else None
         by_rank = self._ranks.gather((own, order_of(tensor), told), DRAWING)
         shapes, (_, order, told) = [shape for shape, *_ in by_rank], by_rank[0]  # no rank has more samples than rank 0
         if not share.is_even:
-            self._sites[site], self._orders[site] = self._compared(shapes, share), order
+            learnt.dimensions[site], learnt.orders[site] = self._compared(shapes, share), order
             return
         if any(shape != own for shape in shapes):
             raise _refusal(shapes, [share.samples] * share.size)
         shape, order = told or ((), ())
         by_batch = [[*own[:i], size * share.size, *own[i + 1 :]] for i, size in enumerate(own)]
         if shape in (own, *by_batch):
-            self._sites[site] = None if shape == own else by_batch.index(shape)
-            self._orders[site] = tuple(order)
+            learnt.dimensions[site] = None if shape == own else by_batch.index(shape)
+            learnt.orders[site] = tuple(order)
         else:
-            self._unknown.add(site)
+            learnt.unknown.add(site)
 
     def _compared(self, shapes: list[list[int]], share: Share) -> int | None:
         """Return the dimension in which the ranks' tensors have the shares' sizes, or None if all are equal."""
@@ -195,14 +208,15 @@ def order_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-def _site(*more: int) -> tuple[int, ...]:
-    """Return the place in the program that calls nano_loop, as the calls that lead to it."""
+def _site(*more: int) -> tuple[nn.Module | None, tuple[int, ...]]:
+    """Return the outermost module that is being called, and the place in the program as the calls that lead to it."""
     frame: FrameType | None = sys._getframe(2)
-    places = [*more]
+    outermost, places = None, [*more]
     while frame is not None:
         places += id(frame.f_code), frame.f_lasti
+        outermost = frame if frame.f_code is _CALL else outermost
         frame = frame.f_back
-    return tuple(places)
+    return outermost and outermost.f_locals["self"], tuple(places)
 
 
 def _caller() -> FrameType | None:

@@ -56,6 +56,40 @@ def test_of_equal_shares_masks_and_noise_like_activations_are_the_batchs(team):
     assert lines[0].startswith("test_random_draws.py:")
 
 
+class Dropping(nn.Sequential):
+    def forward(self, x):
+        return F.dropout(super().forward(x))
+
+
+@pytest.mark.parametrize("inner", [(), (nn.Identity(),)], ids=["without layers", "with a layer"])
+def test_layout_is_learnt_by_model(team, inner):
+    """One function trains two models: of unequal shares with time first, and of equal ones with the batch first."""
+
+    def trained(deliver):
+        masks = []
+        for total, batch_first in ((9, False), (8, True)):
+            model, count = Dropping(*inner), deliver(total)
+            masks.append(model(torch.ones((count, 4, 2) if batch_first else (4, count, 2))))
+        return masks
+
+    def of_rank(ranks):
+        torch.manual_seed(5)
+        ranks.context.split, draws = SplitBatches(), RandomDraws(ranks)
+
+        def deliver(total):
+            share = Share.of(total, ranks.rank, ranks.size)
+            ranks.context.split.deliver(trained, share)
+            return share.samples
+
+        with drawing(draws.draw, ranks):
+            return trained(deliver)
+
+    parts = zip(*team(2)(of_rank), strict=True)
+    torch.manual_seed(5)
+    for one, other, dimension in zip(parts, trained(int), (1, 0), strict=True):
+        assert torch.equal(torch.cat(one, dimension), other)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("total", [8, 9])
 def test_slopes_of_an_rrelu_are_the_batchs(team, total, in_place):
