@@ -15,7 +15,7 @@ from nano_loop.cpu import Machine
 from nano_loop.kernels import activations
 from nano_loop.kernels.attention import blocked_attention, flash_attention
 from nano_loop.kernels.build import CompiledKernel, for_report
-from nano_loop.kernels.convolution import blocked_convolution, convolution
+from nano_loop.kernels.convolution import convolution, rounded_convolution
 from nano_loop.kernels.head.data_attribute import data_replaced
 from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.norm.copied_inputs import COPIED_INPUTS
@@ -58,7 +58,7 @@ _KINDS = (
     _Kind(PRODUCT, (*linear.OVERRIDES, *linear.WITH_COPIES, activations.RELU), _has_large_weights, product.KERNEL),
     _Kind(
         CONVOLUTION,
-        (*convolution.OVERRIDES, *blocked_convolution.OVERRIDES, *COPIED_INPUTS, activations.RELU),
+        (*convolution.OVERRIDES, *rounded_convolution.OVERRIDES, *COPIED_INPUTS, activations.RELU),
         has_convolutions,
     ),
     _Kind(

@@ -15,7 +15,7 @@ from nano_loop.autotune.race import Generation, race_of
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.kernels import override
 from nano_loop.kernels.attention import attention, blocked_attention, flash_attention
-from nano_loop.kernels.convolution import blocked_convolution, convolution
+from nano_loop.kernels.convolution import convolution, rounded_convolution
 from nano_loop.kernels.convolution.gradient_plans import Plan
 from nano_loop.kernels.head import cross_entropy
 from nano_loop.kernels.linear import fp32_product, linear, product
@@ -51,7 +51,7 @@ def convolution_call(images=5, channels=16, outputs=24, groups=1, layout=NHWC):
 def rounded_convolution_call(images=5, stride=1):
     inputs, weight = normal(images, 16, 9, 9).float(), normal(24, 16, 3, 3).float()
     geometry = ([stride] * 2, [1, 1], [1, 1], False, [0, 0], 1)
-    return blocked_convolution._supports(ATEN.convolution, inputs, weight, None, *geometry)._replace(numbers_in=KEPT)
+    return rounded_convolution._supports(ATEN.convolution, inputs, weight, None, *geometry)._replace(numbers_in=KEPT)
 
 
 def product_call(rows=40, bias=False, transposed=False, dtype=torch.bfloat16, numbers_in="", last=56, **scales):
@@ -390,7 +390,7 @@ def test_convolutions_whose_rounded_inputs_are_kept_need_no_margin():
     algorithms = {TORCH: override.by_kernel, ROUNDED: override.by_kernel}
     assert race_of(rounded_convolution_call(), algorithms).pays == 1
     assert race_of(rounding_call(), algorithms).pays > 1
-    products = [each for each in (*blocked_convolution.OVERRIDES, *convolution.OVERRIDES) if each.product]
+    products = [each for each in (*rounded_convolution.OVERRIDES, *convolution.OVERRIDES) if each.product]
     assert [each.keeps_rounded for each in products] == [True, True]
 
 

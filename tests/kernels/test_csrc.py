@@ -25,10 +25,7 @@ TESTS = (
     *("test_norms.py", "test_recurrence.py::test_any_sizes_are_right"),
 )
 #: Those of functions that have an implementation with AMX.
-AMX_TESTS = (
-    *("test_exactness.py", "test_product.py", "test_attention.py"),
-    *("test_weight_gradient.py", "test_blocked_convolution.py"),
-)
+AMX_TESTS = ("test_exactness.py", "test_product.py", "test_attention.py", "test_weight_gradient.py")
 WITH_AMX = "(AMX or bf16 or attention or blocked) and not AVX and not without and not norms"
 
 
@@ -77,6 +74,6 @@ def test_functions_are_exact_in_another_build(tmp_path, build):
     command = [sys.executable, "-m", "pytest", *options, *(str(FOLDER / name) for name in tests)]
     done = subprocess.run(command, env=os.environ | own, cwd=FOLDER.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[:4000]
-    used = ("product", "attention", "convolution", "weight_gradient") if is_emulated else ("norms",)
+    used = ("product", "attention", "weight_gradient") if is_emulated else ("norms",)
     assert all(any((tmp_path / "cache").rglob(f"{name}-*.so")) for name in used)
     assert not is_emulated or "has no AMX" not in done.stdout

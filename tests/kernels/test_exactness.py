@@ -10,11 +10,11 @@ from kernels.compared.oracle import assert_as_exact_as_torch, assert_within, err
 from nano_loop.kernels.convolution import weight_gradient
 from nano_loop.kernels.linear import product
 
-#: The rows, and whether their kernels may use AMX. A kernel that can do without AMX is also tested without.
+#: The rows, and whether their kernels may use AMX. A kernel that uses AMX is also tested without.
 VARIANTS = [
     pytest.param((row, uses_amx), id=name + " without AMX" * (not uses_amx))
     for name, row in ROWS.items()
-    for uses_amx in ([True, False] if row.kernel.uses_amx and not row.needs_amx else [True])
+    for uses_amx in ([True, False] if row.kernel.uses_amx else [True])
 ]
 
 
@@ -39,8 +39,6 @@ def row(request, monkeypatch):
     found, uses_amx = request.param
     if found.needs_kernel and found.kernel.unavailable is not None:
         pytest.skip(found.kernel.unavailable)
-    if found.needs_amx and not found.kernel.uses_amx:
-        pytest.skip("the CPU has no AMX")
     if not uses_amx:
         monkeypatch.setattr(found.kernel, "uses_amx", False)
     for place, name, value in found.patches:

@@ -15,7 +15,6 @@ from nano_loop.kernels import narrow_copies
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.norm import norms
 from nano_loop.patching.operators import gives_kernels
-from nano_loop.steps import products
 
 pytestmark = pytest.mark.skipif(
     product.KERNEL.unavailable is not None or not gives_kernels(), reason=f"{product.KERNEL.unavailable}, or torch 2.8"
@@ -141,10 +140,8 @@ def test_factors_results_and_outputs_are_kept_in_bf16():
     torch.manual_seed(0)
     x = leaf(torch.randn(IMAGES).to(memory_format=torch.channels_last))
     of_images = accelerated(kept, convolutional().to(memory_format=torch.channels_last), x)
-    # With AMX, convolutions read and write fp32, and round inside.
-    dtype = FP32 if products.blocked_convolution.KERNEL.uses_amx else BF16
     kept_tensors = ("Convolution", "input"), ("NativeBatchNorm", "input"), ("Relu", "result")
-    assert [of_images[each] for each in kept_tensors] == [{dtype}] * 3
+    assert [of_images[each] for each in kept_tensors] == [{BF16}] * 3
     of_words = accelerated(kept, *built("attention"))
     names = ("query", "key", "value", "output")
     assert of_words["Addmm", "mat1"] == {BF16}

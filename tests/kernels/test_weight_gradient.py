@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kernels.compared.convolutions import NHWC, WEIGHT_GRADIENT, arguments, by_torch, gradients
 from kernels.compared.oracle import drawn, pairs, rms
-from nano_loop.kernels.convolution import blocked_convolution, convolution, weight_gradient
+from nano_loop.kernels.convolution import convolution, weight_gradient
 from nano_loop.kernels.convolution.gradient_plans import Plan
 
 pytestmark = pytest.mark.skipif(
@@ -22,9 +22,8 @@ ANY_SIZES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture]
 
 @pytest.fixture(autouse=True, params=["AVX-512", *["AMX"] * weight_gradient.KERNEL.uses_amx])
 def instructions(request, monkeypatch):
-    """Compute weight gradients with these instructions, and input gradients with torch."""
+    """Compute weight gradients with these instructions."""
     monkeypatch.setattr(weight_gradient.KERNEL, "uses_amx", request.param == "AMX")
-    monkeypatch.setattr(blocked_convolution.KERNEL, "uses_amx", False)
 
 
 @ANY_SIZES

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels import override
-from nano_loop.kernels.convolution import blocked_convolution, depthwise, weight_gradient
-from nano_loop.kernels.convolution.blocked_convolution import can_round
+from nano_loop.kernels.convolution import depthwise, weight_gradient
 from nano_loop.kernels.convolution.gradient_plans import (
     Arguments,
     Plan,
@@ -28,6 +27,7 @@ from nano_loop.kernels.convolution.gradient_plans import (
     pixels_of,
     plans,
 )
+from nano_loop.kernels.convolution.rounded_convolution import can_round
 from nano_loop.kernels.memory import is_plain
 from nano_loop.kernels.override import FP32, REFERENCE, ROUNDED, Algorithm, Call, Compute, Override, choose
 from nano_loop.patching.operators import Kernel
@@ -129,9 +129,7 @@ def _by_plan(of: Call, plan: Plan, rounds_inputs: bool = False) -> _Gradients:
         ours[1] = depthwise.weight_gradient(*call[:2], call.kernel)
     fp32 = plan.inputs == "fp32", plan.weight == "fp32"
     if rounds_inputs and needs_inputs and not fp32[0]:
-        ours[0] = _input_gradient_in_blocks(call)
-        if ours[0] is None:
-            call = call._replace(gradient=exact.bfloat16())  # shared by both gradients
+        call = call._replace(gradient=exact.bfloat16())  # shared by both gradients
     if plan.weight == "blocks":
         ours[1] = weight_gradient.weight_gradient(*for_blocks(call), in_nchw=call.weight.is_contiguous())
     # oneDNN recomputes the weight gradient if the bias gradient is requested.
@@ -150,14 +148,6 @@ def _by_plan(of: Call, plan: Plan, rounds_inputs: bool = False) -> _Gradients:
         ours = [b if is_needed else a for a, b, is_needed in zip(ours, others, missing, strict=True)]
     for_inputs, for_weight, for_bias = [None if tensor is None else tensor.to(dtype) for tensor in ours]
     return for_inputs, for_weight, for_bias
-
-
-def _input_gradient_in_blocks(call: Arguments) -> Tensor | None:
-    """Return the input gradient with rounded products by AMX, or None if it is not supported."""
-    arguments = call.gradient, call.weight, call.kernel, call.inputs.shape[2:]
-    if call.transposed or not blocked_convolution.supports_gradient(*arguments):
-        return None
-    return blocked_convolution.input_gradient(*arguments)
 
 
 def _shaped_like(inputs: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,8 +5,6 @@ from kernels.compared import attention, convolution_gradients, convolutions, los
 ROWS = {
     "attention in bf16": attention.IN_BF16,
     "attention in fp32": attention.IN_FP32,
-    "convolution by AMX": convolutions.FORWARD,
-    "gradient of inputs by AMX": convolutions.INPUT_GRADIENT,
     "gradient of weights in bf16": convolutions.WEIGHT_GRADIENT,
     "gradient of weights in bf16, few channels": convolutions.WEIGHT_GRADIENT_OF_FEW_CHANNELS,
     "biases of transposed convolutions": convolution_gradients.OF_BIAS,

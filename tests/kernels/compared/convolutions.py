@@ -1,4 +1,4 @@
-"""Convolutions with AMX and the gradients of convolutions, in NHWC."""
+"""Gradients of convolutions, in NHWC."""
 
 import functools
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from kernels.compared.oracle import Row, at_least, drawn, pairs, rms
-from nano_loop.kernels.convolution import blocked_convolution, convolution, depthwise, weight_gradient
+from nano_loop.kernels.convolution import convolution, depthwise, weight_gradient
 from nano_loop.kernels.convolution.gradient_plans import Arguments, Plan, for_blocks, plans
 from nano_loop.kernels.convolution.weight_gradient import Geometry
 
@@ -26,132 +26,9 @@ def some(generator, *shape, layout=NHWC):
     return torch.randn(shape, generator=generator).contiguous(memory_format=layout)
 
 
-# --- by AMX, in fp32 with rounded factors ---
-
-
-def rounded(tensor):
-    return tensor.bfloat16().double()
-
-
-def case(
-    images=3, channels=20, outputs=24, size=(9, 11), kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1),
-    weight_in_nhwc=False, with_bias=False, seed=0,
-):  # fmt: skip
-    """Return input, weight, bias and geometry."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs = some(generator, images, channels, *size)
-    layout = NHWC if weight_in_nhwc else torch.contiguous_format
-    weight = some(generator, outputs, channels, *kernel, layout=layout)
-    bias = torch.randn(outputs, generator=generator) if with_bias else None
-    return inputs, weight, bias, Geometry(kernel, stride, padding, dilation)
-
-
-def exact(call):
-    inputs, weight, bias, (_, *geometry) = call
-    return [F.conv2d(rounded(inputs), rounded(weight), None if bias is None else bias.double(), *geometry)]
-
-
-def places_of(call):
-    return exact(call)[0].shape[2:]
-
-
-def gradient_case(**sizes):
-    """Return the gradient of the output, input, weight and geometry."""
-    inputs, weight, _, geometry = call = case(**sizes)
-    gradient = torch.randn(exact(call)[0].shape, generator=torch.Generator().manual_seed(sizes.get("seed", 0)))
-    return gradient.contiguous(memory_format=NHWC), inputs, weight, geometry
-
-
-def exact_gradient(call):
-    gradient, inputs, weight, (_, *geometry) = call
-    numbers = ([0], *geometry, False, [0, 0], 1, (True, False, False))
-    return torch.ops.aten.convolution_backward(rounded(gradient), inputs.double(), rounded(weight), *numbers)[:1]
-
-
-def is_in_fp32(call, ours, torchs):
-    assert ours[0].dtype is torch.float32
-
-
-def largest(tensor):
-    return tensor.abs().max().item()
-
-
-def spread(call):
-    """Put infinity into one pixel of one image."""
-    call[0][1, 3, 4, 5] = torch.inf
-    return call
-
-
 def replaced(call, place, change):
     return tuple(change(each) if number == place else each for number, each in enumerate(call))
 
-
-OF_IMAGES = {"images": (1, 5), "channels": (16, 70), "outputs": (16, 70), "size": pairs(5, 17)}
-SIZES = OF_KERNEL | OF_IMAGES | {"weight_in_nhwc": [False, True], "threads": [1, 2, 5]}
-FORWARD = Row(
-    make=case,
-    ours=lambda call: [blocked_convolution.convolution(*call, places_of(call))],
-    torchs=exact,
-    exact=exact,
-    error=largest,
-    # Equal except for the order of summation.
-    bound=lambda theirs, truth, call, place: 1e-5 * largest(truth),
-    also=is_in_fp32,
-    sizes=drawn(**SIZES, stride=STRIDES, with_bias=[False, True]),
-    large=[
-        {"images": 16, "channels": 512, "outputs": 40, "size": (7, 7)},
-        {"images": 2, "channels": 16, "size": (60, 200)},
-        {"images": 1, "channels": 300, "size": (40, 40), "stride": (2, 2)},
-        {"images": 30, "channels": 40, "size": (1, 1), "kernel": (1, 1), "padding": (0, 0)},
-    ],
-    threads=(1, 2, 5, 13),
-    ends=[{"images": 5, "channels": 33, "size": (9, 13)}, {"images": 2, "channels": 70, "size": (30, 30)}],
-    memories=2,
-    supports=lambda call: blocked_convolution.supports(*call[:2], call[3], places_of(call)),
-    others={
-        "NCHW": lambda call: replaced(call, 0, torch.Tensor.contiguous),
-        "few channels": lambda call: case(channels=15),
-        "few outputs": lambda call: case(outputs=15),
-        "inputs in bf16": lambda call: replaced(call, 0, torch.Tensor.bfloat16),
-        "weight in bf16": lambda call: replaced(call, 1, torch.Tensor.bfloat16),
-        "no images": lambda call: replaced(call, 0, lambda inputs: inputs[:0]),
-    },
-    undefined={"inf": lambda: spread(case())},
-    kernel=blocked_convolution.KERNEL,
-    needs_amx=True,
-)
-
-
-def input_gradient(call):
-    gradient, inputs, weight, geometry = call
-    return [blocked_convolution.input_gradient(gradient, weight, geometry, inputs.shape[2:])]
-
-
-def supports_gradient(call):
-    gradient, inputs, weight, geometry = call
-    return blocked_convolution.supports_gradient(gradient, weight, geometry, inputs.shape[2:])
-
-
-INPUT_GRADIENT = Row(
-    make=gradient_case,
-    ours=input_gradient,
-    torchs=exact_gradient,
-    exact=exact_gradient,
-    error=largest,
-    bound=FORWARD.bound,
-    also=is_in_fp32,
-    # Only a 1×1 kernel may have a stride.
-    sizes=st.one_of(drawn(**SIZES), drawn(**SIZES | {"stride": STRIDES, "kernel": [(1, 1)], "dilation": [(1, 1)]})).map(
-        within_reach
-    ),
-    supports=supports_gradient,
-    others={
-        "stride": lambda call: gradient_case(stride=(2, 1)),
-        "padding beyond the kernel": lambda call: gradient_case(padding=(3, 3)),
-    },
-    kernel=blocked_convolution.KERNEL,
-    needs_amx=True,
-)
 
 # --- the weight's gradient, in bf16 ---
 

@@ -90,10 +90,9 @@ class Row:
     others: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     #: Make calls with NaN.
     undefined: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    #: The kernel. If it uses AMX, it is also tested without, unless it needs AMX. If not needed, others may replace it.
+    #: The kernel. If it uses AMX, it is also tested without. If not needed, others may replace it.
     kernel: Any
     needs_kernel: bool = True
-    needs_amx: bool = False
     #: Objects, names and values that are patched for the tests.
     patches: Sequence[tuple[Any, str, Any]] = ()
 
