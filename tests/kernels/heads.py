@@ -19,7 +19,7 @@ def small_heads(chunk=5):
         for place, name, value in (
             (layers, "LEAST_LOGITS", 1),
             (layers, "LEAST_CLASSES", WORDS),
-            (head, "CHUNK_ELEMENTS", 1),
+            (head, "CHUNK_BYTES", 1),
             (head, "FEWEST_ROWS", chunk),
         ):
             patch.setattr(place, name, value)

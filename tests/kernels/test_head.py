@@ -17,6 +17,7 @@ from nano_loop import accelerated, nano
 from nano_loop.kernels.head import head
 from nano_loop.kernels.head.logits import LazyLogits
 from nano_loop.patching.operators import gives_kernels
+from nano_loop.patching.ownership import NO_RULES
 from nano_loop.policy import product_precision
 
 
@@ -777,3 +778,20 @@ def test_report_names_the_line_that_asks_for_all_logits():
 
 
 pytestmark = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [[slice(0, 4)], [slice(0, 2), torch.tensor([7, 6])], []], ids=["one", "two", "none"])
+def test_gradients_of_chunks_that_were_expected_to_be_one_are_right(dtype, rows):
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(8, 16).to(dtype), torch.randn(WORDS, 16).to(dtype), torch.zeros(WORDS).to(dtype)
+    made = head.Gradients(head.Head(hidden, weight, bias, NO_RULES), (True, True, True), rows=4)
+    gradient = torch.zeros(8, WORDS).to(dtype)
+    for each in rows:
+        gradient[each] = torch.randn_like(gradient[each])
+        made.add(each, gradient[each])
+    gradient, bound = gradient.double(), 4 * torch.finfo(dtype).eps
+    exact = gradient @ weight.double(), gradient.t() @ hidden.double(), gradient.sum(0)
+    for mine, true in zip(made.scaled(None), exact, strict=True):
+        assert mine.dtype is dtype
+        assert (mine.double() - true).norm() <= bound * true.norm()

@@ -15,7 +15,7 @@ from nano_loop.steps import models, products
 _LEAST = re.compile(r"MIN_[A-Z]+|MANY_CLASSES|LARGE(_IN_FP32)?|SMALLEST_WEIGHT")
 _HEADS = (
     *((layers, "LEAST_LOGITS", 1), (layers, "LEAST_CLASSES", 100)),
-    *((head, "CHUNK_ELEMENTS", 1), (head, "FEWEST_ROWS", 5)),
+    *((head, "CHUNK_BYTES", 1), (head, "FEWEST_ROWS", 5)),
 )
 
 

@@ -125,7 +125,7 @@ class Plan:
 
     def gradients_of(self, head: Head, gradient: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
         """Compute the gradients. The logits of rows that have a gradient are computed again."""
-        gradients = Gradients(head, needs)
+        gradients = Gradients(head, needs, len(self.rows))
         if self.divisor is not None:
             gradient = (gradient / self.divisor).expand(len(self.rows))
         has_one = gradient.ne(0).view(len(gradient), -1).any(1)

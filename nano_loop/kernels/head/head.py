@@ -23,9 +23,9 @@ from nano_loop.patching.patch_table import shared_change, value_in_force
 from nano_loop.patching.torch_private import base_of, below_autocast, version
 from nano_loop.patching.user_code import users_place
 
-#: Number of logits that are computed at a time, and minimum number of rows: the weight's gradient is read and written
+#: Bytes of the logits computed at a time, and minimum number of rows: the weight's gradient is read and written
 #: once for each chunk of rows.
-CHUNK_ELEMENTS, FEWEST_ROWS = 1 << 25, 384
+CHUNK_BYTES, FEWEST_ROWS = 1 << 27, 384
 #: Number of rows of the weight's gradient that are added at a time if the product needs a tensor of its own.
 _BLOCK = 1 << 13
 
@@ -107,7 +107,7 @@ class Head:
     @property
     def chunk(self) -> int:
         """Number of rows that are computed at a time."""
-        return max(CHUNK_ELEMENTS // self.width, FEWEST_ROWS)
+        return max(CHUNK_BYTES // self.weight.itemsize // self.width, FEWEST_ROWS)
 
     @property
     def _is_left_by_steps(self) -> bool:
@@ -255,19 +255,19 @@ class Gradients:
         held = noted().gradients
         if size > rows * head.width and any(other.layer == head.layer for other in held):
             return None
-        gradients = cls(head, needs)
+        gradients = cls(head, needs, rows)
         held.add(gradients)
         return gradients
 
-    def __init__(self, head: Head, needs: tuple[bool, bool, bool]) -> None:
-        hidden, weight, bias = needs
+    def __init__(self, head: Head, needs: tuple[bool, bool, bool], rows: int) -> None:
+        hidden, self._needs_weight, bias = needs
         self.layer = head.layer
         self._head = head
-        # In fp32 without a policy, products are added in place, and the first one fills the memory.
+        # In fp32 without a policy, products are added in place.
         self._adds = head.rules.policy is None and head.weight.dtype is torch.float32
-        self._is_first = True
+        self._may_be_one = rows <= head.chunk
         self._hidden = torch.zeros_like(head.hidden) if hidden else None
-        self._weight = empty(*head.weight.shape) if weight else None
+        self._weight: Tensor | None = None  # in the product's dtype if there was one, otherwise in fp32
         self._bias = empty(head.width).zero_() if bias else None
 
     def add(self, rows: slice | Tensor, gradient: Tensor) -> None:
@@ -280,33 +280,32 @@ class Gradients:
                     self._hidden[rows] += part
                 else:
                     self._hidden.index_add_(0, rows, part)
-            if self._weight is not None:
+            if self._needs_weight:
                 self._add_to_weight(head.hidden[rows], gradient)
             if self._bias is not None:
-                self._bias += gradient.sum(0, dtype=torch.float32)
-        self._is_first = False
+                self._bias += gradient.sum(0)  # of bf16 with sums in fp32; dtype=torch.float32 would copy the gradient
 
     def _add_to_weight(self, hidden: Tensor, gradient: Tensor) -> None:
-        weight = self._weight
-        assert weight is not None
+        is_first = self._weight is None
+        if is_first and (self._adds or self._may_be_one):
+            self._weight = torch.ops.aten.mm(gradient.t(), hidden)
+            return
+        weight = self._weight = empty(*self._head.weight.shape) if self._weight is None else self._weight.float()
         if self._adds:
-            if self._is_first:
-                torch.ops.aten.mm.out(gradient.t(), hidden, out=weight)
-            else:
-                weight.addmm_(gradient.t(), hidden)
+            weight.addmm_(gradient.t(), hidden)
             return
         for start in range(0, len(weight), _BLOCK):
             part = torch.ops.aten.mm(gradient[:, start : start + _BLOCK].t(), hidden)
             block = weight[start : start + _BLOCK]
-            if self._is_first:
+            if is_first:
                 block.copy_(part)
             else:
                 block.add_(part)
 
     def scaled(self, factor: Tensor | None) -> list[Tensor | None]:
         """Return the three gradients times a number, or None for those not needed. Can be called only once."""
-        if self._weight is not None and self._is_first:
-            self._weight.zero_()
+        if self._needs_weight and self._weight is None:
+            self._weight = torch.zeros_like(self._head.weight)
         hidden = None if self._hidden is None else self._hidden.view(self._head.shape)
         results = (hidden, self._weight, self._bias)
         if factor is not None and factor.item() != 1:
