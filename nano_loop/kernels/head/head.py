@@ -25,7 +25,7 @@ from nano_loop.patching.user_code import users_place
 
 #: Bytes of the logits computed at a time, and minimum number of rows: the weight's gradient is read and written
 #: once for each chunk of rows.
-CHUNK_BYTES, FEWEST_ROWS = 1 << 27, 384
+CHUNK_BYTES, FEWEST_ROWS = 1 << 28, 384
 #: Number of rows of the weight's gradient that are added at a time if the product needs a tensor of its own.
 _BLOCK = 1 << 13
 
