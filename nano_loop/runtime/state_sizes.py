@@ -47,7 +47,9 @@ def bytes_of_temporaries(optimizer: Optimizer) -> int:
 def bytes_of_coming_states(optimizer: Optimizer, dtype: torch.dtype | None = None) -> int:
     """Return the bytes of the states, in a `dtype`, that a first step will create; 0 if they are not torch's."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
-    count, coming = _STATES.get(kinds[0], lambda group: 0), 0
+    count, coming = _STATES.get(kinds[0]), 0
+    if count is None:
+        return 0
     for group in optimizer.param_groups:
         held = [parameter for parameter in group["params"] if parameter.requires_grad and not is_lazy(parameter)]
         new = [parameter for parameter in held if not optimizer.state.get(parameter)]
