@@ -110,13 +110,13 @@ BUDGETS = {
     "api": 1_300,
     "cli": 2_225,  # 2_100 is the goal
     "integrations": 1_400,
-    "runtime": 2_400,  # 1_700 is the goal
-    "steps": 4_200,  # 3_300 is the goal
+    "runtime": 2_350,  # 1_700 is the goal
+    "steps": 4_100,  # 3_300 is the goal
     "policy": 125,
     "kernels": 11_675,  # 9_600 is the goal
     "autotune": 600,
-    "optimizers": 975,  # 600 is the goal
-    "patching": 3_075,  # 2_950 is the goal
+    "optimizers": 925,  # 600 is the goal
+    "patching": 2_950,
     "precision": 1_725,
     "data": 1_325,
     "distributed": 12_525,  # 9_800 is the goal

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.torch_private import is_loss
-from nano_loop.patching.walk import CONTAINERS, attributes_of, find, items_of, length_of, walk
+from nano_loop.patching.walk import CONTAINERS, find, items_of, length_of, named_attributes_of, walk
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
 _KINDS = (nn.Module, Optimizer, DataLoader)
@@ -83,7 +83,7 @@ def _held_by(owner: Any) -> Iterator[Any]:
             return ()
         if isinstance(value, CONTAINERS):
             return items_of(value) if length_of(value) <= _LONGEST else ()
-        return attributes_of(value) if _is_plain(value, packages) else ()
+        return dict(named_attributes_of(value)).values() if _is_plain(value, packages) else ()
 
     return (value for value in walk([owner], contents, depth=_DEEPEST) if isinstance(value, _KINDS))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nano_loop.kernels.memory import NHWC
 from nano_loop.patching.operators import Kernel, gives_kernels, overridden
-from nano_loop.patching.ownership import belongs_to_set_up_model
+from nano_loop.patching.ownership import rules_now
 from nano_loop.patching.patch_table import shared_change, value_in_force
 from nano_loop.patching.torch_private_autograd import in_backward
 
@@ -102,7 +102,7 @@ def is_drawn_as_nchw(tensor: Tensor, generator: torch.Generator | None = None) -
     orders: dict[int, bool] | None = value_in_force(drawn_as_nchw)
     if orders is None:
         return False
-    if not tensor.is_contiguous(memory_format=NHWC[tensor.dim()]) or not belongs_to_set_up_model():
+    if not tensor.is_contiguous(memory_format=NHWC[tensor.dim()]) or rules_now() is None:
         return False
     state = hash((generator or torch.default_generator).get_state().numpy().tobytes())
     if in_backward():

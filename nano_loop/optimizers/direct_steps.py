@@ -1,16 +1,16 @@
-"""Calls kernels of optimizers without torch's overhead in each ``step()`` and ``zero_grad()``.
+"""Calls kernels of optimizers without torch's overhead in each ``step()``.
 
 torch labels each call for its profiler, adds graph breaks even without a compiler, and sorts tensors by device and
 dtype. For a small model, this takes a tenth of a training step. Here, the same hooks run, and the same kernel with the
 same tensors. torch handles unusual calls: first steps, closures, mixed dtypes, a running profiler, `torch.compile`, and
-any function of torch that the program has replaced.
+a ``step`` that the program has replaced.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -26,20 +26,17 @@ from nano_loop.optimizers.torch_fused_steps import (
     are_counters,
     has_own_steps,
     is_fused,
-    is_torchs,
     lie_alike,
     lie_in_order,
-    steps_as_torch,
     steps_fused,
     takes_kernel,
 )
-from nano_loop.patching.attributes import module_of, replaced
+from nano_loop.patching.attributes import replaced
 from nano_loop.patching.torch_private_optimizers import (
     foreach_increment,
     hooks_after_step,
     hooks_before_step,
     is_profiling,
-    preparing,
     unhooked_step,
 )
 
@@ -54,22 +51,13 @@ LEAST_EPS = 1e-11
 def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
     """Step this optimizer by fused kernels, called directly if its class is exactly one with such kernels.
 
-    Two methods are replaced in the classes that define them. Exit the context when the optimizer is freed.
+    The method is replaced in the class that defines it. Exit the context when the optimizer is freed.
     """
     kind, fused = type(optimizer), steps_fused(optimizer)
     del optimizer
-    with fused, ExitStack() as changes:
-        if kind in _RULES:
-            for name, make in (("step", _step), ("zero_grad", _zero_grad)):
-                owner = next(base for base in kind.__mro__ if name in vars(base))
-                changes.enter_context(replaced(owner, name, make))
+    owner = next(base for base in kind.__mro__ if "step" in vars(base))
+    with fused, replaced(owner, "step", _step) if kind in _RULES else nullcontext():
         yield
-
-
-def _is_left_to_torch(optimizer: Optimizer) -> bool:
-    is_direct = is_fused(optimizer) and not has_own_steps(optimizer)
-    is_direct = is_direct and type(optimizer) in _RULES  # a program may change its class
-    return torch.compiler.is_compiling() or not is_direct or is_profiling()
 
 
 def _step(original: _Method) -> _Method:
@@ -80,7 +68,9 @@ def _step(original: _Method) -> _Method:
 
     @functools.wraps(original)  # keeps torch's mark, without which building an optimizer would wrap the replacement
     def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or _is_left_to_torch(self):
+        is_direct = is_fused(self) and not has_own_steps(self)
+        is_direct = is_direct and type(self) in _RULES  # a program may change its class
+        if args or kwargs or not is_direct or torch.compiler.is_compiling() or is_profiling():
             return original(self, *args, **kwargs)
         arguments: tuple[Any, ...] = (self,)
         for hook in hooks_before_step(self):
@@ -97,28 +87,9 @@ def _step(original: _Method) -> _Method:
     return step
 
 
-def _zero_grad(original: _Method) -> _Method:
-    """Return the replacement of torch's ``zero_grad``, or `original` if it is not torch's."""
-    if module_of(original).partition(".")[0] != "torch":
-        return original
-
-    @functools.wraps(original)
-    def zero_grad(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-        if args or (kwargs and kwargs != {"set_to_none": True}) or _is_left_to_torch(self):
-            return original(self, *args, **kwargs)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        return None
-
-    return zero_grad
-
-
 def _called_directly(optimizer: Optimizer) -> bool:
     """Step every group, or return False and change nothing."""
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-        return False
-    if not (steps_as_torch(type(optimizer)) and is_torchs(preparing(optimizer))):
         return False
     kernels: list[Callable[[], None]] = []
     flushes = True
@@ -144,7 +115,7 @@ def _gathered(optimizer: Optimizer, group: _Group) -> Callable[[], None] | None:
     if not takes_kernel(group) or group.get("amsgrad"):
         return None
     rule = _RULES[type(optimizer)]
-    settings = rule.settings(group)
+    settings = {name: group[name] for name in rule.settings}
     with_gradient = [(parameter, gradient) for parameter in group["params"] if (gradient := parameter.grad) is not None]
     parameters = [parameter for parameter, _ in with_gradient]
     names = rule.states(settings)

@@ -69,9 +69,8 @@ def _widening(name: str) -> Callable[..., Any]:
 
 
 # With another `__iter__`, C code that copies a dictionary calls `__getitem__` as well.
-for _name in ("__getitem__", "__iter__", "get", "items", "pop", "popitem", "setdefault", "values"):
-    setattr(NarrowStates, _name, _widening(_name))
-for _name in ("__eq__", "__ne__", "__or__", "__ror__", "__repr__"):
+_READS = ("__getitem__", "__iter__", "get", "items", "pop", "popitem", "setdefault", "values")
+for _name in (*_READS, "__eq__", "__ne__", "__or__", "__ror__", "__repr__"):
     setattr(NarrowStates, _name, _widening(_name))
 for _name in ("copy", "__copy__"):
     setattr(NarrowStates, _name, _copied)

@@ -53,8 +53,7 @@ class Rule:
     by_torch: Callable[..., None]  # calls torch's kernel with lists of tensors and the settings
     #: Takes a step and the number of rows to consider, and updates those that change.
     by_rows: Callable[[RowStep, int], None]
-    #: Returns a group's settings, with the names of the kernel.
-    settings: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    settings: tuple[str, ...]  # the names of a group's settings
     states: Callable[[Mapping[str, Any]], tuple[str, ...]]  # returns the names of the states for given settings
     has_counter: bool  # whether torch counts steps, and its kernel takes the counters after the states
 
@@ -82,8 +81,8 @@ def _is_plain(tensor: Tensor) -> bool:
 def _adam_by_rows(step: RowStep, count: int) -> None:
     assert step.counter is not None
     settings, number = step.settings, step.counter.item()
-    lr, beta1, beta2 = settings["lr"], settings["beta1"], settings["beta2"]
-    decay = 1 - lr * settings["weight_decay"] if settings["is_decoupled"] else 1.0
+    lr, (beta1, beta2) = settings["lr"], settings["betas"]
+    decay = 1 - lr * settings["weight_decay"] if settings["decoupled_weight_decay"] else 1.0
     numbers = (decay, 1 - beta1, 1 - beta2, beta2, math.sqrt(1 - beta2**number), settings["eps"])
     size = -(lr / (1 - beta1**number))
     sizes = (count, step.rows.shape[1])
@@ -121,32 +120,28 @@ def rounds_as_torch() -> bool:
 
 def _keeps_others(settings: Mapping[str, Any]) -> bool:
     """Whether rows without a gradient and a state stay unchanged, or only decay."""
-    is_kept = not settings["weight_decay"] or settings.get("is_decoupled", False)
+    is_kept = not settings["weight_decay"] or settings.get("decoupled_weight_decay", False)
     return bool(is_kept and abs(settings["lr"]) < _LARGEST and settings.get("eps", 1) > _LEAST)
 
 
-def _settings_of_adam(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    beta1, beta2 = group["betas"]
-    own = {name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")}
-    return {**own, "beta1": beta1, "beta2": beta2, "is_decoupled": group["decoupled_weight_decay"]}
-
-
-def _named(*names: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    return lambda group: {name: group[name] for name in names}
-
-
-ADAM = Rule(fused_adam, _adam_by_rows, _settings_of_adam, lambda settings: ("exp_avg", "exp_avg_sq"), True)
+ADAM = Rule(
+    fused_adam,
+    _adam_by_rows,
+    ("lr", "weight_decay", "eps", "maximize", "betas", "decoupled_weight_decay"),
+    lambda settings: ("exp_avg", "exp_avg_sq"),
+    True,
+)
 SGD = Rule(
     fused_sgd,
     _sgd_by_rows,
-    _named("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize"),
+    ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize"),
     lambda settings: ("momentum_buffer",) if settings["momentum"] else (),
     False,
 )
 ADAGRAD = Rule(
     fused_adagrad,
     _adagrad_by_rows,
-    _named("lr", "lr_decay", "weight_decay", "eps", "maximize"),
+    ("lr", "lr_decay", "weight_decay", "eps", "maximize"),
     lambda settings: ("sum",),
     True,
 )

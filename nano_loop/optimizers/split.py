@@ -45,22 +45,14 @@ class SplitWeights:
     def __init__(self) -> None:
         self._rests: dict[int, Rest] = {}
         self._room = 0  # number of entries at which freed ones are searched for
-        self._ends: dict[Callable[[], None], None] = {}
+        self.ends: dict[Callable[[], None], None] = {}  # end the steps, during which weights are in fp32
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # weak references to storages are copied as numbers, and freed twice
 
-    def in_step(self, end: Callable[[], None]) -> None:
-        """Note that weights are in fp32 during a step until `end` is called, even if the step raises."""
-        self._ends[end] = None
-
-    def after_step(self, end: Callable[[], None]) -> None:
-        """Note that `end` has been called."""
-        self._ends.pop(end, None)
-
     def end_steps(self) -> None:
         """End the steps that have raised: torch calls no hook then, and the loop may go on."""
-        for end in [*self._ends]:
+        for end in [*self.ends]:
             end()
 
     def __contains__(self, data: Tensor) -> bool:

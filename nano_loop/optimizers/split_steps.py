@@ -19,10 +19,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.memory import DENSE, FLOATS, Pointer
 from nano_loop.optimizers.direct_steps import LEAST_EPS
-from nano_loop.optimizers.narrow_states import in_fp32, keep_narrow, take_back
+from nano_loop.optimizers.narrow_states import in_fp32
 from nano_loop.optimizers.row_steps import sign
 from nano_loop.optimizers.split import SplitWeights
-from nano_loop.optimizers.torch_fused_steps import steps_as_torch
 from nano_loop.patching.optimizers import is_dense, laid_out_as, lies_as
 from nano_loop.patching.torch_private import below_torch_functions
 
@@ -38,7 +37,7 @@ def why_not(optimizer: Optimizer) -> str | None:
     kind = next((kind for kind in _KINDS if isinstance(optimizer, kind)), None)
     if kind is None:
         return f"{name} is not SGD, Adam or AdamW"
-    if type(optimizer).step is not kind.step or not steps_as_torch(kind):
+    if type(optimizer).step is not kind.step:
         return f"{name} overrides step()"
     return None if KERNEL.unavailable is None else for_report(KERNEL.unavailable)
 
@@ -103,16 +102,6 @@ class SplitSteps:
     def as_torchs(self, state: Any) -> Any:
         """Return states of parameters in fp32."""
         return state if self.moments is torch.float32 else in_fp32(state)
-
-    def begin(self, optimizer: Optimizer) -> None:
-        """Use the bf16 states of a previous run."""
-        if self.moments is not torch.float32:
-            take_back(optimizer)
-
-    def restore(self, optimizer: Optimizer) -> None:
-        """Convert the states of an optimizer back to torch's."""
-        if self.moments is not torch.float32:
-            keep_narrow(optimizer)
 
     def _call_adam(self, place: int, lists: Sequence[list[Any]], settings: Mapping[str, Any]) -> None:
         parameters, gradients, means, squares, largest, counters = lists

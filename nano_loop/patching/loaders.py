@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
@@ -29,33 +29,18 @@ Loader = DataLoader[Any]
 Start = Callable[[], Iterator[Any]]
 
 
-class ClassIteration:
+class ClassIteration(NamedTuple):
     """The iteration of a loader, by its copy `proxy`, by its class's ``__iter__``, whose iterator `start` returns."""
 
-    def __init__(self, proxy: _LoaderProxy, start: Start) -> None:
-        self._proxy = proxy
-        self._start = start
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the class's batches come from `DataLoader`'s iteration, which is already changed."""
-        return self._proxy.was_iterated
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether `whole` is currently running the class's code."""
-        return self._proxy.reading
-
-    def start(self) -> Iterator[Any]:
-        """Return the class's iterator."""
-        return self._start()
+    proxy: _LoaderProxy
+    start: Start
 
     def whole(self) -> Iterator[Any]:
-        """Yield the class's batches. Its code sees the full length, unless its iteration `is_changed`."""
-        proxy = self._proxy
+        """Yield the class's batches. Its code sees the full length, unless `DataLoader`'s iteration is changed."""
+        proxy = self.proxy
         proxy.reading = True
         try:
-            iterator = self._start()
+            iterator = self.start()
             while True:
                 proxy.reading = True
                 batch = next(iterator, proxy)
@@ -155,7 +140,7 @@ class _LoaderProxy:
         self.copy: Loader = object.__new__(type(loader))
         vars(self.copy).update(with_iterator(vars(loader)))
         self.process = os.getpid()  # forked processes use the loader itself
-        self.was_iterated = False  # by DataLoader's own __iter__
+        self.was_iterated = False  # by DataLoader's own __iter__, so that its batches are already changed
         self.reading = False  # True while a class's own __iter__ runs
         self.lengths = 0  # the number of calls of `length`
         self.changes: list[LoaderChange] = []

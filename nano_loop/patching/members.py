@@ -11,23 +11,13 @@ from torch.nn.parameter import is_lazy
 _Tensor = TypeVar("_Tensor", bound=Tensor)
 
 
-def named_parameters_of(
-    module: nn.Module, *, recurse: bool = True, remove_duplicate: bool = True
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the names and parameters of a module, even if its class overrides `named_parameters`."""
-    return nn.Module.named_parameters(module, recurse=recurse, remove_duplicate=remove_duplicate)
+#: Yield the names with the parameters or buffers of a module, even if its class overrides these methods.
+named_parameters_of, named_buffers_of = nn.Module.named_parameters, nn.Module.named_buffers
 
 
 def parameters_of(module: nn.Module, *, recurse: bool = True) -> Iterator[nn.Parameter]:
     """Yield the parameters of a module, even if its class overrides `parameters`, for example to return groups."""
     return (parameter for _, parameter in named_parameters_of(module, recurse=recurse))
-
-
-def named_buffers_of(
-    module: nn.Module, *, recurse: bool = True, remove_duplicate: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and buffers of a module, even if its class overrides `named_buffers`."""
-    return nn.Module.named_buffers(module, recurse=recurse, remove_duplicate=remove_duplicate)
 
 
 def buffers_of(module: nn.Module, *, recurse: bool = True) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ import operator
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, MutableMapping
-from types import CellType, FunctionType, MappingProxyType, SimpleNamespace
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from nano_loop.patching.torch_private import version
 
 _NAMESPACES = (SimpleNamespace, Namespace)
 _LEAVES = (str, bytes, int, float, type(None))
-_REBUILT = (tuple, frozenset, MappingProxyType, functools.partial)
+_REBUILT = (tuple, functools.partial)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -36,23 +36,12 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def _rebuilt(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return an immutable container with its items mapped, or the container itself if no item changed."""
-    if isinstance(value, tuple):
-        return _map_tuple(change, value)
-    if isinstance(value, frozenset):
-        old = [*frozenset.__iter__(value)]
-        items = [*map(change, old)]
-        return value if all(map(operator.is_, items, old)) else type(value)(items)
+    """Return a tuple or partial function with its items mapped, or the object itself if no item changed."""
     if isinstance(value, functools.partial):
         parts = value.func, value.args, value.keywords
         function, args, named = (change(part) for part in (value.func, value.args, dict(value.keywords)))
         is_same = function is parts[0] and args is parts[1] and all(named[key] is parts[2][key] for key in named)
         return value if is_same else type(value)(function, *args, **named)
-    mapping = {key: change(item) for key, item in value.items()}
-    return value if all(mapping[key] is value[key] for key in mapping) else MappingProxyType(mapping)
-
-
-def _map_tuple(change: Callable[[Any], Any], value: tuple[Any, ...]) -> Any:
     old = tuple.__getitem__(value, slice(None))  # bypasses a subclass's code, which may raise
     items = [change(item) for item in old]
     if all(map(operator.is_, items, old)):

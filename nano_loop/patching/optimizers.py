@@ -53,6 +53,27 @@ def with_closure(
     return (args[0], closure, *args[2:]), kwargs
 
 
+def around_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], before: Callable[[], None], after: Callable[[], None]
+) -> Any:
+    """Call functions before and after each call of a step's closure: return new arguments for it.
+
+    Without a closure, call only `after`, now, and return None.
+    """
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        after()
+        return None
+
+    def call() -> Any:
+        before()
+        loss = closure()
+        after()
+        return loss
+
+    return with_closure(args, kwargs, call)
+
+
 def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

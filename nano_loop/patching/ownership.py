@@ -105,21 +105,13 @@ class CallState(threading.local):
 call_state = CallState()
 
 
-def belongs_to_set_up_model() -> bool:
-    """Return whether torch is computing for a set-up model: in a call into it, or in the backward of a call."""
-    return call_state.accelerated or _place_of_current_node() is not None
-
-
 def rules_now() -> Rules | None:
     """Return the rules of the current call, or of the call whose backward is running; None outside of set-up models."""
-    if call_state.accelerated:
-        rules = call_state.rules
-    else:
-        place = _place_of_current_node()
-        if place is None:
-            return None
-        rules = call_state.graphs.rules[place]
-    return rules._replace(policy=None) if call_state.has_no_policy else rules
+    rules: Rules | None = call_state.rules
+    if not call_state.accelerated:
+        number = current_node_number()
+        rules = None if number is None else rules_of_node(number)
+    return rules._replace(policy=None) if rules is not None and call_state.has_no_policy else rules
 
 
 @contextmanager
@@ -175,22 +167,11 @@ def _note_nodes(start: int, end: int, rules: Rules) -> None:
             del numbers[: _MOST_CALLS // 2]
 
 
-def _place_of_current_node() -> int | None:
-    """Return the index of the call that created the node whose backward this thread is running, or None."""
-    number = current_node_number()
-    return None if number is None else _place_of(number)
-
-
-def _place_of(number: int) -> int | None:
-    graphs = call_state.graphs
-    place = bisect_right(graphs.starts, number) - 1
-    return place if place >= 0 and number < graphs.ends[place] else None
-
-
 def rules_of_node(number: int) -> Rules | None:
     """Return the rules of this thread's call that created the node with this number, or None."""
-    place = _place_of(number)
-    return None if place is None else call_state.graphs.rules[place]
+    graphs = call_state.graphs
+    place = bisect_right(graphs.starts, number) - 1
+    return graphs.rules[place] if place >= 0 and number < graphs.ends[place] else None
 
 
 def forget_graphs() -> None:

@@ -7,7 +7,7 @@ original state is captured once, before the first user, so it never includes ano
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ def left_by_runs() -> dict[str, int]:
 
 
 @contextmanager
-def entry_set(table: dict[Any, Any], key: Hashable, value: Any) -> Iterator[None]:
+def entry_set(table: MutableMapping[Any, Any], key: Hashable, value: Any) -> Iterator[None]:
     """Set an entry of a table, and afterwards restore the one of a run around this one, or remove it."""
     before = {key: table[key]} if key in table else {}
     table[key] = value

@@ -59,9 +59,8 @@ def calls_only_forward(module: nn.Module) -> bool:
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 
 
-def in_functorch() -> bool:
-    """Whether a `torch.func` transform such as ``vmap`` or ``grad`` is active. Its tensors look like plain ones."""
-    return bool(torch._C._are_functorch_transforms_active())
+#: Whether a `torch.func` transform such as ``vmap`` or ``grad`` is active. Its tensors look like plain ones.
+in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
@@ -95,9 +94,8 @@ def without_memory(
     return tensor
 
 
-def as_plain_tensors() -> AbstractContextManager[None]:
-    """Return a context that bypasses ``__torch_function__`` of tensor subclasses, as in their base class's own."""
-    return torch._C.DisableTorchFunctionSubclass()
+#: Returns a context that bypasses ``__torch_function__`` of tensor subclasses, as in their base class's own.
+as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
 def has_saved_tensor_hooks() -> bool:
@@ -114,23 +112,17 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def shared_until_written(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy-on-write tensor: it shares memory with another one until either is written to.
+#: Returns a copy-on-write tensor: it shares memory with another one until either is written to.
+#:
+#: Reading the data pointer counts as a write, as numpy and DLPack do. Raises a `RuntimeError` for memory that torch
+#: did not allocate, such as that of a mapped file.
+shared_until_written: Callable[[torch.Tensor], torch.Tensor] = torch._lazy_clone
 
-    Reading the data pointer counts as a write, as numpy and DLPack do. Raises a `RuntimeError` for memory that torch
-    did not allocate, such as that of a mapped file.
-    """
-    return torch._lazy_clone(tensor)
+#: Whether a strided tensor has not been written to since `shared_until_written`.
+is_unwritten: Callable[[torch.Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
-
-def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor has not been written to since `shared_until_written`."""
-    return bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage. `Tensor.data_ptr` would copy copy-on-write memory."""
-    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+#: Returns the address of a tensor's storage. `Tensor.data_ptr` would copy copy-on-write memory.
+address_of: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
 
 
 def python_library() -> str:
@@ -170,10 +162,9 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 SAMPLING = ("_standard_gamma", "_sample_dirichlet")
 
 
-def below_torch_functions() -> AbstractContextManager[None]:
-    """Return a context in which no `TorchFunctionMode`, the user's or `disable_casts`, sees a call."""
-    # There is no public way to bypass a mode that other code entered.
-    return torch._C.DisableTorchFunction()
+#: Returns a context in which no `TorchFunctionMode`, the user's or `disable_casts`, sees a call. There is no public way
+#: to bypass a mode that other code entered.
+below_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 
 def below_autocast() -> AbstractContextManager[None]:

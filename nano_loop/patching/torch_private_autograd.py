@@ -48,18 +48,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def graph_task() -> int:
-    """Return the unique id of the backward that this thread is running, or -1 outside a backward."""
-    return int(torch._C._current_graph_task_id())
+#: Returns the unique id of the backward that this thread is running, or -1 outside a backward.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
-
-def reaches(leaf: Any) -> bool:
-    """Whether the current backward of this thread reaches a leaf of the graph. torch has no public check.
-
-    `leaf` is the node that accumulates the gradient of a leaf. The leaf must not be in the ``inputs`` of the backward.
-    """
-    return bool(torch._C._will_engine_execute_node(leaf))
-
+#: Whether the current backward of this thread reaches a leaf of the graph, by the node that accumulates its gradient.
+#: The leaf must not be in the ``inputs`` of the backward. torch has no public check.
+reaches: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 #: Returns the sequence number of the next autograd node of this thread. Numbers increase monotonically.
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr

@@ -7,28 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import collate as _module
-from torch.utils.data._utils.collate import (
-    collate_float_fn,
-    collate_int_fn,
-    collate_numpy_array_fn,
-    collate_numpy_scalar_fn,
-    collate_str_fn,
-    collate_tensor_fn,
-    default_collate_fn_map,
-)
+from torch.utils.data._utils.collate import collate_numpy_array_fn, collate_tensor_fn, default_collate_fn_map
 
-_TORCHS: dict[Any, Any] = {
-    torch.Tensor: collate_tensor_fn,
-    np.ndarray: collate_numpy_array_fn,
-    (np.bool_, np.number, np.object_): collate_numpy_scalar_fn,
-    float: collate_float_fn,
-    int: collate_int_fn,
-    str: collate_str_fn,
-    bytes: collate_str_fn,
-}
-_collate = _module.collate
 _KEPT_ITERATOR = "_iterator"
 
 
@@ -63,14 +45,9 @@ def default_collate_by(batch: Sequence[Any], of_arrays: Callable[[Sequence[Any]]
     return _module.collate(batch, collate_fn_map=functions)
 
 
-def is_default_collate(function: Any) -> bool:
-    """Whether a function is torch's own `default_collate`, not a replacement by the program."""
-    return function is default_collate and getattr(function, "__globals__", None) is vars(_module)
-
-
 def collates_as_torch() -> bool:
     """Whether `default_collate` currently behaves as in torch: the program has registered no function with it."""
-    return _module.collate is _collate and dict(default_collate_fn_map) == _TORCHS
+    return {function.__module__ for function in default_collate_fn_map.values()} == {_module.__name__}
 
 
 def shared_storage(size: int) -> torch.UntypedStorage:

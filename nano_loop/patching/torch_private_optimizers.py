@@ -29,11 +29,6 @@ def groups_prepared(
     return replaced(owner, _INIT_GROUP, make)
 
 
-def preparing(optimizer: Optimizer) -> Any:
-    """Return the method of an optimizer that builds these lists."""
-    return getattr(optimizer, _INIT_GROUP)
-
-
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks can be registered on an optimizer, because its class called ``Optimizer.__init__``."""
     return _STEP_HOOKS in vars(optimizer)
@@ -63,24 +58,23 @@ def unhooked_step(step: Callable[..., Any]) -> Callable[..., Any] | None:
     return step if module_of(step) == torch_optimizer.__name__ else None
 
 
-def is_profiling() -> bool:
-    """Whether a torch profiler is running. Public functions only start and stop one."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+#: Whether a torch profiler is running. Public functions only start and stop one.
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+#: Steps a group with Adagrad's fused kernel. It takes lists of parameters, gradients, sums and counters.
+fused_adagrad: Callable[..., None] = torch._fused_adagrad_
+
+#: Steps parameters with sparse gradients as `torch.optim.SparseAdam` does, with the lists of Adam.
+sparse_adam: Callable[..., None] = _functional.sparse_adam
 
 
 def fused_adam(
-    parameters: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    means: list[torch.Tensor],
-    squares: list[torch.Tensor],
-    steps: list[torch.Tensor],
-    *,
-    is_decoupled: bool,
-    **numbers: Any,
+    *lists: list[torch.Tensor], betas: tuple[float, float], decoupled_weight_decay: bool, **numbers: Any
 ) -> None:
-    """Call the fused kernel of Adam, or AdamW if `is_decoupled`. torch's public functions group tensors first."""
-    kernel = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
-    kernel(parameters, gradients, means, squares, [], steps, amsgrad=False, **numbers)
+    """Call the fused kernel of Adam or AdamW with the names of torch's settings. Its public functions group tensors."""
+    *others, counters = lists
+    kernel: Any = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
+    kernel(*others, [], counters, amsgrad=False, beta1=betas[0], beta2=betas[1], **numbers)
 
 
 def fused_sgd(
@@ -90,32 +84,9 @@ def fused_sgd(
     torch._fused_sgd_(parameters, gradients, [*momenta], is_first_step=False, **numbers)
 
 
-def fused_adagrad(
-    parameters: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    sums: list[torch.Tensor],
-    steps: list[torch.Tensor],
-    **numbers: Any,
-) -> None:
-    """Call the fused kernel of Adagrad."""
-    torch._fused_adagrad_(parameters, gradients, sums, steps, **numbers)
-
-
 def foreach_increment(counters: list[torch.Tensor]) -> None:
     """Add 1 to each counter of a non-empty list."""
     torch._foreach_add_(counters, [_ONE] * len(counters))  # a Python number takes three times as long
-
-
-def sparse_adam(
-    parameters: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    means: list[torch.Tensor],
-    squares: list[torch.Tensor],
-    steps: list[Any],
-    **numbers: Any,
-) -> None:
-    """Step parameters with sparse gradients as `torch.optim.SparseAdam` does, with these hyperparameters."""
-    _functional.sparse_adam(parameters, gradients, means, squares, steps, **numbers)
 
 
 def is_watched_by_scheduler(step: Any) -> bool:

@@ -59,13 +59,8 @@ def _container(value: Any) -> Any:
     return next((kind for kind in CONTAINERS if issubclass(type(value), kind)), None)
 
 
-def attributes_of(value: Any) -> Iterator[Any]:
-    """Yield the attributes of an object without running its code, such as properties."""
-    return (attribute for _, attribute in named_attributes_of(value))
-
-
 def named_attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of an object's attributes without running its code."""
+    """Yield the names and values of an object's attributes without running its code, such as properties."""
     with suppress(TypeError):  # it has only slots
         yield from [*vars(value).items()]
     for kind in type(value).__mro__:

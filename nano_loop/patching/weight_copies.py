@@ -87,7 +87,7 @@ class WeightCopies:
         unwritten, copy = entry
         if unwritten.is_still(weight):
             return copy
-        self.forget(weight)
+        self.forget(id(weight))
         return None
 
     def make(self, weight: Tensor) -> Tensor | None:
@@ -96,7 +96,7 @@ class WeightCopies:
         Do not call this in an operator, whose arguments count as users of the memory.
         """
         key = id(weight)
-        unwritten = marked(weight, lambda _: self._forget(key))
+        unwritten = marked(weight, lambda _: self.forget(key))
         if unwritten is None:
             return None
         with torch.inference_mode(False), torch.no_grad(), below_autocast():
@@ -106,11 +106,8 @@ class WeightCopies:
         self._copies[key] = unwritten, copy
         return copy
 
-    def forget(self, weight: Tensor) -> None:
-        """Drop the copy of a weight, if there is one."""
-        self._forget(id(weight))
-
-    def _forget(self, key: int) -> None:
+    def forget(self, key: int) -> None:
+        """Drop the copy of the weight with this id, if there is one."""
         self._copies.pop(key, None)
 
     @contextmanager

@@ -22,7 +22,7 @@ from nano_loop.errors import NanoError, NanoMemoryError, error_message
 from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, named_parameters_of
-from nano_loop.patching.optimizers import closure_of, held_by, with_closure
+from nano_loop.patching.optimizers import around_closure, held_by
 from nano_loop.patching.walk import find
 from nano_loop.runtime.clock import StepClock
 from nano_loop.runtime.objects.report import StepResult, size
@@ -181,22 +181,15 @@ class MemoryWatch:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Predict the peak once there are gradients: in a step with a closure, after the closure."""
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            self._predict()
-            return None
-
-        def predicting() -> Any:
-            loss = closure()
-            self._predict()
-            return loss
-
-        return with_closure(args, kwargs, predicting)
+        return around_closure(args, kwargs, lambda: None, self._predict)
 
     def _predict(self) -> None:
         """Predict the peak, which includes the optimizers' states that the first step creates."""
         self._parts["gradients"] = self._gradients()
-        dtype, limit = self._dtype_of_states(), self._limit and self._read_limit()
+        limit = self._limit and self._read_limit()
+        # torch creates states in the dtype of the parameters, which is fp32 in steps that widen bf16 ones.
+        are_widened = self._options.kind.parameters is torch.bfloat16 and self._options.optimizer_state != "bf16"
+        dtype = torch.float32 if are_widened else None
         coming = sum(bytes_of_coming_states(optimizer, dtype) for optimizer in self._clock.optimizers)
         self._parts["states of optimizers"] = coming + self._states()
         now, peak = resident_memory(), peak_memory()
@@ -226,11 +219,6 @@ class MemoryWatch:
                 give_back()
         self._outputs.clear()
         self._parts["states of optimizers"] = self._states()
-
-    def _dtype_of_states(self) -> torch.dtype | None:
-        """Return the widest dtype of states in the first step. None: the parameters', in which torch creates them."""
-        are_widened = self._options.kind.parameters is torch.bfloat16 and self._options.optimizer_state != "bf16"
-        return torch.float32 if are_widened else None
 
     def _gradients(self) -> int:
         parameters = [parameter for optimizer in self._clock.optimizers for parameter in held_by(optimizer)]

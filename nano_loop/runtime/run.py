@@ -9,7 +9,7 @@ import atexit
 import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -40,7 +40,9 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run_report import RunReport
 from nano_loop.runtime.settings import Settings
 from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
-from nano_loop.steps import STEPS, WITNESS_STEPS, Step, StepContext
+from nano_loop.steps import STEPS, WITNESS_STEPS
+from nano_loop.steps.gradient_averaging import GradientAveraging
+from nano_loop.steps.step import Step, StepContext
 
 #: The active runs, innermost last.
 _active: dict[Run, None] = process_wide("runs", {})
@@ -245,13 +247,10 @@ class Run:
         """Add an entry to the report."""
         self._results.add(self._active_slot, [result])
 
-    @contextmanager
-    def without_averaging(self, model: nn.Module) -> Iterator[None]:
+    def without_averaging(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the gradients of `model` are not averaged over the ranks."""
-        with ExitStack() as stack:
-            for step in self._steps:
-                stack.enter_context(step.without_averaging([model]))
-            yield
+        steps = (step for step in self._steps if isinstance(step, GradientAveraging))
+        return next((step.without_averaging(model) for step in steps), nullcontext())
 
     @property
     def _active_slot(self) -> RankSlot:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections import defaultdict
-from contextlib import suppress
-from types import FunctionType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +11,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
 from nano_loop.kernels.narrow_weight import NarrowWeight
-from nano_loop.patching.attributes import module_of
+
+#: How many tensors of a parameter's size the first step of a group creates for it, by the name of torch's class.
+#: Adagrad creates its states before, Adafactor only vectors of most parameters. Those of LBFGS are not known.
+_STATES: dict[str, Callable[[dict[str, Any]], int]] = {
+    **dict.fromkeys(("Adam", "AdamW"), lambda group: 2 + bool(group["amsgrad"])),
+    **dict.fromkeys(("Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "SparseAdam"), lambda group: 2),
+    **dict.fromkeys(("ASGD", "Muon"), lambda group: 1),
+    "RMSprop": lambda group: 1 + bool(group["momentum"]) + bool(group["centered"]),
+    "SGD": lambda group: int(bool(group["momentum"])),
+}
 
 
 def bytes_of_tensor(tensor: Tensor) -> int:
@@ -39,40 +44,14 @@ def bytes_of_temporaries(optimizer: Optimizer) -> int:
     return max((sum(map(bytes_of_tensor, group["params"])) for group in groups), default=0)
 
 
-def _is_torchs(kind: type[Optimizer]) -> bool:
-    """Whether the class and the module of an optimizer contain only functions of torch."""
-    waiting, names = [*vars(kind).values(), *vars(sys.modules[kind.__module__]).values()], set()
-    while waiting:
-        function = waiting.pop()
-        if isinstance(function, FunctionType):
-            names.add(module_of(function).partition(".")[0])
-            waiting.append(getattr(function, "__wrapped__", None))
-    return names <= {"torch", "nano_loop", "typing_extensions", *sys.stdlib_module_names}
-
-
 def bytes_of_coming_states(optimizer: Optimizer, dtype: torch.dtype | None = None) -> int:
-    """Return the bytes of the states, in a `dtype`, that a first step will create; 0 if they are not torch's.
-
-    torch's own step computes it, for one tensor without memory per group. Replacements by the program are not called.
-    """
-    kinds: list[Any] = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
-    kind = kinds[0]
-    if kind is Optimizer or not all(map(_is_torchs, kinds)):
+    """Return the bytes of the states, in a `dtype`, that a first step will create; 0 if they are not torch's."""
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    count, coming = _STATES.get(kinds[0]), 0
+    if count is None:
         return 0
-    coming = 0.0
     for group in optimizer.param_groups:
-        held = [parameter for parameter in group["params"] if parameter.requires_grad and bytes_of_tensor(parameter)]
+        held = [parameter for parameter in group["params"] if parameter.requires_grad and not is_lazy(parameter)]
         new = [parameter for parameter in held if not optimizer.state.get(parameter)]
-        if not new:
-            continue
-        like = torch.empty_like(max(new, key=torch.numel), device="meta", dtype=dtype).requires_grad_()
-        like.grad = torch.empty_like(like)
-        plain = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
-        groups = [{**group, **{name: value for name, value in plain.items() if name in group}, "params": [like]}]
-        trial = kind.__new__(kind)
-        vars(trial).update(defaults=optimizer.defaults, state=defaultdict(dict), param_groups=groups)
-        # Unknown states count as 0: LBFGS needs a closure. ASGD needs values once its states exist.
-        with suppress(Exception), torch.no_grad():
-            inspect.unwrap(kind.step)(trial)
-        coming += bytes_of_states(trial) / like.numel() * sum(map(torch.numel, new))
-    return int(coming)
+        coming += count(group) * sum(parameter.numel() * (dtype or parameter.dtype).itemsize for parameter in new)
+    return coming

@@ -21,7 +21,7 @@ from nano_loop.steps.parameter_dtype import ParameterDtype
 from nano_loop.steps.precision import Precision
 from nano_loop.steps.products import Products
 from nano_loop.steps.sharding import Sharding
-from nano_loop.steps.step import Step, StepContext
+from nano_loop.steps.step import Step
 from nano_loop.steps.step_time import StepTime
 from nano_loop.steps.threads import Threads
 from nano_loop.steps.tune_operators import TuneOperators
@@ -59,16 +59,3 @@ LOADER_STEPS = tuple(step for step in STEPS if step.needs == "loaders")
 
 #: The steps of the witness, a process that computes whole batches as the plain loop does, in the run's precision.
 WITNESS_STEPS: tuple[type[Step], ...] = (ParameterDtype, FrozenDtype, Precision, OperatorLists, GradientAveraging)
-
-__all__ = [
-    "LOADER_STEPS",
-    "STEPS",
-    "WITNESS_STEPS",
-    "GradientAveraging",
-    "OptimizerState",
-    "ParameterDtype",
-    "Precision",
-    "Step",
-    "StepContext",
-    "Verify",
-]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
+import sys
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
 from nano_loop.distributed.data_parallel.initial_sync import make_equal, named_buffers, named_parameters
+from nano_loop.distributed.sharding.dataset_digest import Digest
 from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.optimizers import held_by
@@ -54,22 +53,10 @@ class Broadcast(RanksStep):
         """Broadcast the optimizer's state if the ranks differ, as when only one rank loaded a checkpoint."""
         held = held_by(optimizer)
         states = [optimizer.state.get(parameter) for parameter in held]
-        if len(set(self.ranks.gather(_checksum(states)))) == 1:
+        checksums = tuple(Digest(state, elements=sys.maxsize).crc for state in states)
+        if len(set(self.ranks.gather(checksums))) == 1:
             return
         for parameter, state in zip(held, self.ranks.broadcast(states), strict=True):
             optimizer.state.pop(parameter, None)
             if state is not None:
                 optimizer.state[parameter] = state
-
-
-def _checksum(value: Any, start: int = 0) -> int:
-    """Return the CRC-32 of a value: the data of tensors, also in dicts and lists, and the repr of other values."""
-    if isinstance(value, dict):
-        return _checksum([part for item in value.items() for part in item], start)
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            start = _checksum(item, start + 1)
-        return start
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        return zlib.crc32(raw_bytes(resolved(value)), zlib.crc32(repr(value.shape).encode(), start))
-    return zlib.crc32(repr(value).encode(), start)

@@ -87,7 +87,8 @@ class ChannelsLast(Step):
                 self._open_trial(model)
             return "the faster layout, timed after the first batch"
         count = sum(self._set_layout(model, to_nhwc=True) for model in models)
-        inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_converted(parts.parameters())))
+        parameters = itertools.chain.from_iterable(map(parameters_of, parts.models))
+        inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_converted(parameters)))
         return f"{count or 'no'} convolution{'s' * (count != 1)}, {inputs} inputs"
 
     def _set_layout(self, model: nn.Module, to_nhwc: bool) -> int:

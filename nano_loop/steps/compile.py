@@ -19,6 +19,7 @@ from typing_extensions import override
 from nano_loop.errors import NanoError
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, weakly
 from nano_loop.patching.members import named_buffers_of, named_parameters_of, parameters_of
+from nano_loop.patching.patch_table import entry_set
 from nano_loop.patching.torch_private_compiler import (
     call_compiled,
     forget_compiled,
@@ -55,19 +56,13 @@ def own_cache() -> Iterator[None]:
 
     Its default folder in the one for temporary files belongs to whoever creates it first.
     """
-    before = os.environ.get(_CACHE)
     with ExitStack() as stack:
-        if before in (None, inductor_folder()):
-            os.environ[_CACHE] = _trusted_folder(cache_folder()) or stack.enter_context(
+        if os.environ.get(_CACHE) in (None, inductor_folder()):
+            folder = _trusted_folder(cache_folder()) or stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="torchinductor-", ignore_cleanup_errors=True)
             )
-        try:
-            yield
-        finally:
-            if before is None:
-                os.environ.pop(_CACHE, None)
-            else:
-                os.environ[_CACHE] = before
+            stack.enter_context(entry_set(os.environ, _CACHE, folder))
+        yield
 
 
 def _trusted_folder(folder: Path | None) -> str | None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 from typing_extensions import override
 
 from nano_loop.data.collate import collate
 from nano_loop.data.whole_batches import WholeBatches, is_supported, leaves_of
 from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.loaders import LoaderChange, changed
-from nano_loop.patching.torch_private_loaders import collates_as_torch, is_default_collate
+from nano_loop.patching.torch_private_loaders import collates_as_torch
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
@@ -69,7 +69,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _refusal(loader: DataLoader[Any]) -> SkipReason | None:
-    if not is_default_collate(loader.collate_fn):
+    if loader.collate_fn is not default_collate:
         return SkipReason("collate_fn", "the loader has its own collate_fn")
     if loader.num_workers:
         return SkipReason("workers", f"the loader has {loader.num_workers} workers")

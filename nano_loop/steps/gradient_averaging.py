@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -58,9 +57,9 @@ class GradientAveraging(RanksStep):
             self.interceptors.add(model, self.name, self._averaging.around_call)
         return self._route
 
-    @override
-    def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        return nullcontext() if self._averaging is None else self._averaging.paused(models)
+    def without_averaging(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which the gradients of `model` are not averaged."""
+        return nullcontext() if self._averaging is None else self._averaging.paused([model])
 
     @override
     def final_result(self) -> StepResult | None:

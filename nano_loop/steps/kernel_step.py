@@ -73,10 +73,6 @@ class KernelStep(Step):
         self._subscriptions = ExitStack()
 
     @property
-    def _is_for_precision(self) -> bool:
-        return self.row.is_for_all_code or self.options.reduced_precision or self._is_in_fp32
-
-    @property
     def _is_in_fp32(self) -> bool:
         return self.row.in_fp32 is not None and self.options.kind.compute_name == "float32"
 
@@ -102,7 +98,7 @@ class KernelStep(Step):
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         kernels = self.kernels
-        if not self._is_for_precision:
+        if not (self.row.is_for_all_code or self.options.reduced_precision or self._is_in_fp32):
             precisions = f"for bf16{' and fp32' if self.row.in_fp32 is not None else ''}"
             return SkipReason("not_bf16", f"it is {precisions}", precisions)
         if not (self.required or any(map(kernels.is_for, parts.models))):

@@ -9,7 +9,7 @@ while all ranks compute the same, since then the batch is not larger.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -95,7 +95,7 @@ class LearningRate(RanksStep):
         self.undoing.callback(ramp.keep_progress)
         self.undoing.callback(ramp.put_back)
         for handle in (
-            optimizer.register_state_dict_pre_hook(ramp.before_state_dict),
+            optimizer.register_state_dict_pre_hook(lambda _: ramp.put_back()),
             optimizer.register_state_dict_post_hook(ramp.into_state_dict),
             optimizer.register_load_state_dict_post_hook(ramp.after_load),
         ):
@@ -111,23 +111,17 @@ class LearningRate(RanksStep):
             ramp.after_step()
 
 
-class _Progress(NamedTuple):
-    """The progress of an optimizer at the end of its last run."""
-
-    groups: list[dict[str, Any]]
-    step: int
-
-
-_progress: WeakKeyDictionary[Optimizer, _Progress] = WeakKeyDictionary()
+#: The groups of an optimizer at the end of its last run, and the step of its ramp.
+_progress: WeakKeyDictionary[Optimizer, tuple[list[dict[str, Any]], int]] = WeakKeyDictionary()
 
 
 def _pop_steps_taken(optimizer: Optimizer) -> int:
     """Return the step at which a ramp begins: a loaded checkpoint's, or the last run's unless one was loaded since."""
     saved = _pop_entry(optimizer)
-    before = _progress.pop(optimizer, None)
+    groups, step = _progress.pop(optimizer, (None, 0))
     if saved is not None:
         return int(saved)
-    return before.step if before is not None and before.groups is optimizer.param_groups else 0
+    return step if groups is optimizer.param_groups else 0
 
 
 def _pop_entry(optimizer: Optimizer) -> Any:
@@ -157,9 +151,6 @@ class _Ramp:
         if not self._ranks.context.sharding.undivided:
             self.step += 1
 
-    def before_state_dict(self, optimizer: Optimizer) -> None:
-        self.put_back()
-
     def into_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `state_dict` with the step in the first group."""
         first, *others = state_dict["param_groups"]
@@ -172,7 +163,7 @@ class _Ramp:
 
     def keep_progress(self) -> None:
         """Let the next run of the optimizer continue the ramp."""
-        _progress[self.optimizer] = _Progress(self.optimizer.param_groups, self.step)
+        _progress[self.optimizer] = self.optimizer.param_groups, self.step
 
     def put_back(self) -> None:
         """Restore the user's learning rate in every group, unless it was changed in the meantime."""

@@ -82,7 +82,7 @@ def _totals(rows: Iterable[Logged]) -> list[int]:
 
 
 class CastRecorder:
-    """Records the casts of this thread, in modules with `names` by id, until `finish` or `close`.
+    """Records the casts of this thread, in modules with `names` by id, until `finish`, or the end of `ending`.
 
     Every cast ends in ``aten::copy_``, below autocast and autograd: composite operators compute as without a log.
     """
@@ -94,20 +94,16 @@ class CastRecorder:
         self._modules: list[tuple[str, int]] = []  # the active calls, with the number of their first node
         self._nodes: list[tuple[int, int, str]] = []  # the nodes of the calls that have ended, innermost first
         self.in_optimizer = False  # whether casts are the optimizer's
-        self._ending = ExitStack()
-        self._ending.enter_context(overridden("copy_", _recording, "CPU"))
-        self._ending.enter_context(self._calls_noted())
+        self.ending = ExitStack()
+        self.ending.enter_context(overridden("copy_", _recording, "CPU"))
+        self.ending.enter_context(self._calls_noted())
         _recorders[threading.get_ident()] = self
-        self._ending.callback(_recorders.pop, threading.get_ident(), None)
+        self.ending.callback(_recorders.pop, threading.get_ident(), None)
 
     def finish(self) -> CastLog:
         """Stop, and return the log."""
-        self.close()
+        self.ending.close()
         return CastLog(tuple(sorted(self._rows.values(), key=lambda row: (-row.cast_bytes, row.line, row.module))))
-
-    def close(self) -> None:
-        """Stop without a result. Has no effect after `finish`."""
-        self._ending.close()
 
     def record(self, target: Tensor, source: Tensor) -> None:
         """Record a copy if it is a cast between floating-point dtypes."""
@@ -238,7 +234,6 @@ class LogCasts(Step):
     def apply(self, parts: TrainingObjects) -> str:
         if not self._is_applied and self.ranks.rank == 0:
             self._is_applied, count = True, len(parts.optimizers)
-            self.undoing.callback(self._close)
             self.undoing.callback(self.clock.before(lambda *_: self._mark(in_optimizer=True)))
             self.undoing.callback(self.clock.after(lambda _: self._mark(in_optimizer=False)))
             self.undoing.callback(self.clock.in_steps(_AFTER_STEPS * count, self._record))
@@ -253,6 +248,7 @@ class LogCasts(Step):
 
     def _record(self) -> None:
         self._recorder = CastRecorder({id(module): name for module, name in self._names.items()})
+        self.undoing.callback(self._recorder.ending.close)
 
     def _mark(self, in_optimizer: bool) -> None:
         if self._recorder is not None:
@@ -276,8 +272,3 @@ class LogCasts(Step):
         path = Path(str(self.options.log_casts))
         path.write_text(json.dumps(log.as_dict(), indent=2) + "\n")
         return f", in {path.name}"
-
-    def _close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-        self._recorder = None

@@ -15,13 +15,14 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from nano_loop.errors import NanoConfigError, NanoError, error_message
+from nano_loop.optimizers.narrow_states import keep_narrow, take_back
 from nano_loop.optimizers.split import SplitWeights
 from nano_loop.optimizers.split_steps import SplitSteps, why_not
 from nano_loop.optimizers.torch_fused_steps import steps_fused
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.lifetime import WeakIdKeyDictionary, undone_with, weakly
 from nano_loop.patching.members import buffers_of, parameters_of
-from nano_loop.patching.optimizers import closure_of, held_by, with_closure
+from nano_loop.patching.optimizers import around_closure, held_by
 from nano_loop.patching.patch_table import entry_set, process_wide
 from nano_loop.patching.torch_private import below_torch_functions, version
 from nano_loop.precision.autocast.conversion import convert_data
@@ -99,9 +100,10 @@ class OptimizerState(Step):
         undoing.callback(wide.narrow)
         for handle in wide.hooks(optimizer):
             self.undoing.callback(handle.remove)
+        if self._is_narrow:
+            take_back(optimizer)
+            undoing.callback(weakly(keep_narrow, optimizer))
         if steps is not None:
-            steps.begin(optimizer)
-            undoing.callback(weakly(steps.restore, optimizer))
             undoing.enter_context(steps_fused(optimizer, steps))
         self._wrap_modes(optimizer, wide)
 
@@ -231,7 +233,7 @@ class WideWeights:
             if parameter.dtype is torch.bfloat16 and (all_of_them or parameter.grad is not None)
         }
         parameters = [*narrow.values()]
-        self._weights.in_step(self.narrow)
+        self._weights.ends[self.narrow] = None
         with below_torch_functions():  # the step may run in the user's `disable_casts`
             before = [(parameter.data, parameter.grad) for parameter in parameters]
             for parameter in parameters:
@@ -245,7 +247,7 @@ class WideWeights:
         """Split the parameters again."""
         if self._weights is None:
             return
-        self._weights.after_step(self.narrow)
+        self._weights.ends.pop(self.narrow, None)
         with below_torch_functions():
             for parameter, data, gradient, in_fp32 in self._parameters:
                 is_kept = parameter.grad is in_fp32
@@ -265,15 +267,4 @@ class WideWeights:
                 self.widen(optimizer)
 
         self.narrow()  # the last step may have raised
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            widen_unless_in_c()
-            return None
-
-        def narrow_meanwhile() -> Any:
-            self.narrow()
-            loss = closure()
-            widen_unless_in_c()
-            return loss
-
-        return with_closure(args, kwargs, narrow_meanwhile)
+        return around_closure(args, kwargs, self.narrow, widen_unless_in_c)

@@ -89,9 +89,10 @@ class Precision(Step):
             if _uncast_dtype(model):
                 continue
             once = self.undoing.enter_context(rounded_once(dtype)) if self._remark_on_frozen(model) else None
-            interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model, once))
+            state = _low_state(model)
+            interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model, state, once))
             interceptor.is_left_alone = _merges
-            interceptor.convert_output = partial(_substituted, _outward(model)(to_fp32))
+            interceptor.convert_output = partial(_substituted, _outward(state, to_fp32))
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
             frozen = {} if once is None else once.rules
@@ -199,25 +200,19 @@ def _low_state(model: nn.Module) -> list[Tensor]:
     return [tensor for tensor in state if tensor.dtype in LOW_DTYPES]
 
 
-def _outward(model: nn.Module) -> Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]:
-    """Return a function that makes a cast skip the low-precision state of a model."""
-    state = _low_state(model)
-
-    def outward(cast: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def of_others(tensor: Tensor) -> Tensor:
-            return tensor if any(shares_memory(tensor, kept) for kept in state) else cast(tensor)
-
-        return of_others if state else cast
-
-    return outward
+def _outward(state: list[Tensor], cast: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a cast that skips the low-precision state of a model."""
+    if not state:
+        return cast
+    return lambda tensor: tensor if any(shares_memory(tensor, kept) for kept in state) else cast(tensor)
 
 
 def _substituted(convert: Callable[[Tensor], Tensor], outputs: Any) -> Any:
     return convert(outputs) if type(outputs) is Tensor else Substitution(convert)(outputs)  # most are a tensor
 
 
-def _under_autocast(dtype: torch.dtype, model: nn.Module, once: RoundedOnce | None) -> CallWrapper:
-    outward, known = _outward(model), weakref.ref(model)
+def _under_autocast(dtype: torch.dtype, model: nn.Module, state: list[Tensor], once: RoundedOnce | None) -> CallWrapper:
+    known = weakref.ref(model)
 
     def layer(call: Call) -> Call:
         def with_autocast(function: Call, /, *args: Any, **kwargs: Any) -> Any:
@@ -227,12 +222,12 @@ def _under_autocast(dtype: torch.dtype, model: nn.Module, once: RoundedOnce | No
             if torch.compiler.is_compiling():
                 with cpu_autocast(dtype):
                     outputs = call(function, *args, **kwargs)
-                return map_tensors(outward(to_fp32), outputs)
+                return map_tensors(_outward(state, to_fp32), outputs)
             if once is not None and (called := known()) is not None:
                 once.prepare(called)
             with CallUnderAutocast(dtype) as context:
                 outputs = call(function, *args, **kwargs)
-            return _substituted(outward(context.activations.in_fp32), outputs)
+            return _substituted(_outward(state, context.activations.in_fp32), outputs)
 
         return with_autocast
 

@@ -103,8 +103,6 @@ class Products(Step):
         self._names: dict[str, None] = {}  # names of the models' classes
         self._all_round: bool | None = None
         self._trial: StepTrial[bool] | None = None
-        self._medians: dict[bool, float] = {}  # see `_settle`
-        self._unsure = ""  # the remark about these
 
     @property
     @override
@@ -143,7 +141,6 @@ class Products(Step):
             interceptor.rules = interceptor.rules._replace(policy=self._policy)
         self.undoing.callback(self._subscriptions.close)
         # Let all large products round, until it is measured again which ones do and whether that is faster.
-        self._medians = {}
         self._policy.forget()
         self._subscriptions.close()
         self._subscriptions.callback(self.clock.in_steps(_WATCHES_FROM, self._policy.watch))
@@ -193,7 +190,6 @@ class Products(Step):
         """Compute all products in fp32 from now on if steps in fp32 were faster."""
         assert self._trial is not None
         if not self._trial.setting:
-            self._medians, self._unsure = self._trial.medians, self._trial.unsure
             self._policy.end()
             self._replace_kernels()
         if self._trial.may_measure or not self._trial.setting:
@@ -220,9 +216,10 @@ class Products(Step):
     def final_result(self) -> StepResult | None:
         """Return why no product or no convolution rounded at the end, or None."""
         names = ", ".join(self._names)
-        if self._medians:
-            fp32, rounded = (duration(self._medians[setting]) for setting in (False, True))
-            detail = f"fp32 for {names}: {fp32} per step, and {rounded} with bf16 inside products{self._unsure}"
+        trial = self._trial
+        if trial is not None and trial.medians and not trial.setting:
+            fp32, rounded = (duration(trial.medians[setting]) for setting in (False, True))
+            detail = f"fp32 for {names}: {fp32} per step, and {rounded} with bf16 inside products{trial.unsure}"
             return StepResult(self.name, "measured", detail, code="slower")
         untried = self._policy.large - self._policy.tried
         if CONVOLUTION in untried and not self.options.channels_last:

@@ -70,7 +70,7 @@ class Sharding(RanksStep):
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if self.ranks.size == 1:
             return SkipReason("one_process", "split_batches has no effect with one process")
-        if self.ranks.loader_cpus or not all(self._is_sharded_by_user(loader) for loader in parts.loaders):
+        if self.ranks.loader_cpus or not all(sharded_by_user(loader, self.ranks.size) for loader in parts.loaders):
             return None
         return SkipReason("sharded_by_user", "their own samplers shard them")
 
@@ -131,16 +131,13 @@ class Sharding(RanksStep):
             self._shardings[loader].choose(shard)
 
     def _kind(self, loader: DataLoader[Any]) -> str:
-        if self._is_sharded_by_user(loader):
+        if sharded_by_user(loader, self.ranks.size):
             return _BY_USER
         if self._shardings[loader].shard is False:
             return _WHOLE
         if self.ranks.context.split is not None:
             return _SPLIT_INDICES if splits_indices(loader) else _SPLIT
         return _READ_BY_ALL if isinstance(loader.dataset, IterableDataset) else _BY_BATCH
-
-    def _is_sharded_by_user(self, loader: DataLoader[Any]) -> bool:
-        return sharded_by_user(loader, self.ranks.size)
 
 
 def _counting(steps: Any, original: Callable[..., None]) -> Callable[..., None]:

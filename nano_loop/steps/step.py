@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from torch import nn
 from typing_extensions import override
 
 from nano_loop.autotune.tuner import Budget
@@ -136,10 +135,6 @@ class Step(ABC):
     @abstractmethod
     def apply(self, parts: TrainingObjects) -> str:
         """Change `parts` in place, and return a description of the change, in one line for the report."""
-
-    def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Return a context in which the step does not average the gradients of `models`. Most steps never do."""
-        return nullcontext()
 
     def final_result(self) -> StepResult | None:
         """Return a final result for the report at the end of the run, before `undo`, or None."""

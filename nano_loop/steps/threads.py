@@ -62,7 +62,7 @@ class Threads(Step):
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        if self._number_asked_for is not None:
+        if isinstance(self.options.num_threads, int):
             return None
         count, wanted = torch.get_num_threads(), self.machine.num_threads
         for variable in _USERS_OWN:
@@ -80,9 +80,9 @@ class Threads(Step):
     def apply(self, parts: TrainingObjects) -> str:
         if self.options.num_threads is None:
             self.undoing.callback(self.clock.in_steps(_FIRST_STEPS, self._try_one))
-        wanted_by_user, count = self._number_asked_for, torch.get_num_threads()
-        wanted = wanted_by_user or self.machine.num_threads
-        words = f"{wanted}, " + ("as requested" if wanted_by_user else "one per physical core")
+        number, count = self.options.num_threads, torch.get_num_threads()
+        wanted = number if isinstance(number, int) else self.machine.num_threads
+        words = f"{wanted}, " + ("as requested" if isinstance(number, int) else "one per physical core")
         key = "threads", threading.get_ident(), wanted
         if count == wanted and not users(key):
             return words
@@ -91,11 +91,6 @@ class Threads(Step):
         changed = shared_change(key, lambda: set_threads(wanted)) if is_shared else set_threads(wanted)
         self.undoing.enter_context(changed)
         return words if count == wanted else f"{words} (torch had {count})"
-
-    @property
-    def _number_asked_for(self) -> int | None:
-        number = self.options.num_threads
-        return number if isinstance(number, int) else None
 
     @property
     def _is_auto(self) -> bool:

@@ -42,10 +42,6 @@ class TuneOperators(Step):
     def _is_in_fp32(self) -> bool:
         return self.options.kind.compute_name == "float32"
 
-    @property
-    def _is_for_precision(self) -> bool:
-        return self.options.reduced_precision or self._is_in_fp32
-
     @override
     def observe(self, parts: TrainingObjects) -> None:
         """Check once whether the step applies on all ranks: hosts may differ in their CPUs. Collective."""
@@ -80,7 +76,7 @@ class TuneOperators(Step):
         return (may_round and rules.policy is not None) or bool(rules.kernels - _NOT_MEASURED)
 
     def _own_reason(self) -> SkipReason | None:
-        if not self._is_for_precision:
+        if not (self.options.reduced_precision or self._is_in_fp32):
             return SkipReason("not_bf16", "it is for bf16 and fp32", "for bf16 and fp32")
         if self.options.use_ipex:
             return SkipReason("ipex", "IPEX has its own kernels")

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from nano_loop.patching.nested_tensors import map_tensors
-from nano_loop.patching.walk import attributes_of, find, items_of, length_of, walk
+from nano_loop.patching.walk import find, items_of, length_of, named_attributes_of, walk
 
 
 def test_find_looks_into_lists_that_are_nested_deeper_than_python_recurses():
@@ -36,7 +36,7 @@ def test_attributes_are_read_without_running_code_of_the_object():
 
     holder = Holder()
     holder.slot, holder.attribute = 1, 2
-    assert sorted(value for value in attributes_of(holder) if isinstance(value, int)) == [1, 2, 3]
+    assert sorted(value for _, value in named_attributes_of(holder) if isinstance(value, int)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", [tuple, list, set, frozenset, dict])

@@ -11,7 +11,7 @@ from nano_loop.runtime import run as module
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.settings import Settings
-from nano_loop.steps import Step
+from nano_loop.steps.step import Step
 
 
 def settings(**options):

@@ -1,7 +1,5 @@
 """The states of optimizers are known before their first step makes them."""
 
-import functools
-import sys
 from typing import Any
 
 import pytest
@@ -42,26 +40,6 @@ def test_states_are_known_before_they_are_made(name: str) -> None:
         optimizer.step()
         assert before + coming == pytest.approx(bytes_of_states(optimizer), rel=0.05, abs=600)
         assert bytes_of_coming_states(optimizer) == 0
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(sys.modules["torch.optim.adam"], "adam"), (torch.optim.Adam, "step"), (torch.optim.Adam, "_init_group")],
-)
-def test_functions_that_a_program_has_put_into_an_optimizer_are_not_called(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
-) -> None:
-    original, calls = getattr(owner, name), []
-
-    @functools.wraps(original)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return original(*args, **kwargs)
-
-    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
-    monkeypatch.setattr(owner, name, noted)
-    assert bytes_of_coming_states(optimizer) == 0
-    assert not calls
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from nano_loop.config.options import Options
 from nano_loop.cpu import LogicalCpu, Machine
 from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.patching.calls.calls import CallInterceptors
-from nano_loop.steps import StepContext
+from nano_loop.steps.step import StepContext
 
 
 @pytest.fixture

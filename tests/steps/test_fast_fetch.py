@@ -27,7 +27,6 @@ from torch.utils.data import (
     default_collate,
     random_split,
 )
-from torch.utils.data._utils import collate as collate_of_torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from nano_loop.data.collate import collate
@@ -387,17 +386,6 @@ def test_function_that_the_program_registers_at_any_time_collates(step, monkeypa
     expected = batches(lambda loader: None)
     found = batches(lambda loader: step(FastFetch).apply(TrainingObjects(loaders=[loader])))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["default_collate", "collate"])
-def test_function_in_the_place_of_torchs_collate_is_called(step, monkeypatch, dataset, name):
-    loaders = [DataLoader(dataset, 4)]
-    step(FastFetch).apply(TrainingObjects(loaders=loaders))
-    monkeypatch.setattr(collate_of_torch, name, lambda samples, **_: "the program's")
-    loaders.append(DataLoader(dataset, 4))
-    step(FastFetch).apply(TrainingObjects(loaders=loaders))
-    found = [next(iter(loader)) == "the program's" for loader in loaders]
-    assert found == [name == "collate", True]
 
 
 def test_report_says_that_samples_are_collated_by_the_program(step, monkeypatch, dataset):

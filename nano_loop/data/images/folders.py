@@ -7,13 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
 from nano_loop.data.images.pipelines import Plan, compositions, plan_of
 from nano_loop.data.images.store import Store
 from nano_loop.patching.attributes import has_own
 from nano_loop.patching.loaders import LoaderChange
-from nano_loop.patching.torch_private_loaders import is_default_collate
 
 if TYPE_CHECKING:
     from nano_loop.data.images.reading import Reading
@@ -33,7 +32,7 @@ class CachedImages(LoaderChange):
         from nano_loop.data.images.batches import collate  # imports Pillow, as `reading` does
         from nano_loop.data.images.reading import Reading
 
-        is_batched = is_default_collate(loader.collate_fn) and loader.batch_sampler is not None
+        is_batched = loader.collate_fn is default_collate and loader.batch_sampler is not None
         dataset = CachedDataset(loader.dataset, Reading(self._store, self._exact, is_batched))
         return {"dataset": dataset, **({"collate_fn": collate} if is_batched else {})}
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from nano_loop.cpu.process import process_start
 from nano_loop.distributed.payload.code_reductions import is_sent
 from nano_loop.errors import NanoError, error_message
-from nano_loop.patching.walk import CONTAINERS, attributes_of, code_in, items_of, walk
+from nano_loop.patching.walk import CONTAINERS, code_in, items_of, named_attributes_of, walk
 
 #: Packages with process-wide state, which a worker receives in other ways or manages itself.
 NOT_COMPARED = {
@@ -91,7 +91,7 @@ class ReachedModules:
         if issubclass(kind, Optimizer) or (issubclass(kind, nn.Module) and package_of(kind) == "torch"):
             held = (part.values() if isinstance(part, dict) else (part,) for part in vars(value).values())
             return (kind, *filter(callable, chain.from_iterable(held)))  # its children, hooks and activations
-        return (kind, value.__wrapped__ if is_cache(value) else None, *attributes_of(value))
+        return (kind, value.__wrapped__ if is_cache(value) else None, *dict(named_attributes_of(value)).values())
 
     def _of_module(self, module: ModuleType) -> Iterator[Any]:
         name = module.__name__

@@ -177,10 +177,10 @@ class BatchSharding(LoaderChange):
         batches = iteration.whole()
         first: list[Any] = state.call(list, itertools.islice(batches, 1))
         rest: Iterator[Any] = itertools.chain(first, batches)
-        if not iteration.is_changed:
+        if not iteration.proxy.was_iterated:
             whole = rest
             rest = self.divide(lambda n: [*itertools.islice(whole, n)], Source.of(loader))
-        yield from rest if iteration.is_changed and not self.splits else self._serve(rest, whole=False)
+        yield from rest if iteration.proxy.was_iterated and not self.splits else self._serve(rest, whole=False)
 
     def _agreed_state(self, loader: Loader) -> AgreedState:
         diverge_rng(self.ranks)

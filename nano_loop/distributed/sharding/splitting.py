@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, Sampler, Subset
+from torch.utils.data import IterableDataset, Sampler, Subset, default_collate
 
 from nano_loop.data.random_states import checksum_of_libraries, process_states, reseed, set_process_states
 from nano_loop.data.whole_batches import is_supported, leaves_of
@@ -26,7 +26,7 @@ from nano_loop.distributed.sharding.own_shares import Source
 from nano_loop.distributed.sharding.sharding import BatchSharding, Loader, Served, sharded_by_user
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.loaders import ClassIteration, Start
-from nano_loop.patching.torch_private_loaders import collates_as_torch, is_default_collate
+from nano_loop.patching.torch_private_loaders import collates_as_torch
 
 _ALL = "split_batches divides each batch of the whole data set among the ranks"
 _UNDIVIDED = "Give every rank all data: omit samplers and subsets by rank, or omit split_batches"
@@ -107,7 +107,7 @@ class BatchSplitting(BatchSharding):
     @property
     def _in_class(self) -> bool:
         """Whether code of the loader's class is running, which must see complete batches."""
-        return self._by_class is not None and self._by_class.is_reading
+        return self._by_class is not None and self._by_class.proxy.reading
 
     def _serve(self, iterator: Iterator[Any], whole: bool) -> Iterator[Any]:
         return super()._serve(iterator, whole) if self._in_class else _Split(iterator, self, whole)
@@ -206,4 +206,4 @@ def splits_indices(loader: Loader) -> bool:
         return False  # a function of several samples may pad them to the longest
     if type(loader.collate_fn).__module__.startswith("torch_geometric."):
         return True
-    return is_default_collate(loader.collate_fn) and collates_as_torch()
+    return loader.collate_fn is default_collate and collates_as_torch()

@@ -24,7 +24,10 @@ from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.objects.training_objects import TrainingObjects, check_kinds
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
-from nano_loop.steps import STEPS, ParameterDtype, Precision, Verify
+from nano_loop.steps import STEPS
+from nano_loop.steps.parameter_dtype import ParameterDtype
+from nano_loop.steps.precision import Precision
+from nano_loop.steps.verify import Verify
 
 PRODUCTS = "bf16-products"
 #: `TrainerFn.FITTING` of Lightning, a string.

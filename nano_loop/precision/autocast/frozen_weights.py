@@ -93,7 +93,7 @@ class RoundedOnce:
             narrow = weight.narrow_numbers() if self._dtype is torch.bfloat16 else None
             return weight if narrow is None else narrow
         if not is_frozen(weight):
-            self._copies.forget(weight)
+            self._copies.forget(id(weight))
             return weight
         copy = self._copies.find(weight)
         if copy is None and _would_be_kept(args):

@@ -150,7 +150,7 @@ class SetupReport:
     @property
     def applied(self) -> tuple[str, ...]:
         """Names of the steps that were applied, without duplicates."""
-        return self._names("applied")
+        return tuple(dict.fromkeys(result.name for result in self.results if result.status == "applied"))
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -192,6 +192,3 @@ class SetupReport:
         return "\n".join([*lines, *_lines_of(results)])
 
     __repr__ = __str__  # notebooks show the repr
-
-    def _names(self, status: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(result.name for result in self.results if result.status == status))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nano_loop.errors import NanoConfigError, error_message
-from nano_loop.patching.members import parameters_of
 from nano_loop.patching.optimizers import innermost
 
 _ITERATE = "Collect the yielded values in a list and return the list"
@@ -105,7 +104,3 @@ class TrainingObjects:
     def trained(self) -> list[nn.Module | Optimizer]:
         """The models and optimizers."""
         return [*self.models, *self.optimizers]
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield every parameter of every model, without duplicates."""
-        yield from {id(parameter): parameter for model in self.models for parameter in parameters_of(model)}.values()

@@ -9,7 +9,7 @@ from nano_loop.cpu import LogicalCpu, Machine
 from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.distributed.data_parallel.averaging import Averaging
 from nano_loop.patching.calls.calls import CallInterceptors
-from nano_loop.steps import StepContext
+from nano_loop.steps.step import StepContext
 
 MACHINE = Machine("A CPU", "x86_64", (LogicalCpu(id=0, physical_core=0),), (0,))
 
