@@ -134,8 +134,8 @@ class WorkerProcess(Worker):
             return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
         exitcode = end.get("exitcode", self._server.exitcode)
         words = self._outputs[-1].last_words or self._server.last_words
-        if exitcode is None and self._server.pid is not None:
-            server = f" ({self._server.pid})" if self._server.gone else ""
+        if exitcode is None:
+            server = f" ({self._server.pid})" if self._server.gone and self._server.pid else ""
             what = f"ended with the process that it was forked from{server}, which was killed or failed"
             return Failure(self.rank, Kind.CAUSE, what, _ENDED_BY_OTHERS, traceback=words or None)
         return died(self.rank, exitcode, words)

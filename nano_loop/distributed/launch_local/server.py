@@ -47,10 +47,6 @@ import gc, json, socket, tempfile
 gc.disable()
 origin = json.loads(sys.stdin.buffer.readline())
 control = socket.socket(fileno=int(sys.argv[1]))
-try:
-    control.sendall(json.dumps({"kind": "hello", "pid": os.getpid(), "bytes": 0}).encode() + b"\\n")
-except OSError:  # the caller is gone, and has left a folder
-    pass
 if origin["cpus"]:
     os.sched_setaffinity(0, origin["cpus"])
 sys.path[:] = origin["path"]
@@ -71,8 +67,8 @@ class Server:
         self.origin = origin
         self.ready = False  # whether it has finished its imports
         self.gone = False  # whether it has ended
-        self._answered = False
-        self.pid: int | None = None  # known once it has started
+        self.pid: int | None = None  # known once it is ready
+        self._used = time.monotonic()  # when it was last asked for something
         self._reading = threading.RLock()
         setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": IDLE}
         with contextlib.ExitStack() as stack:
@@ -106,22 +102,17 @@ class Server:
     @property
     def exitcode(self) -> int | None:
         """The exit code of a Python that did not start; None if it started."""
-        return self._process.returncode if self.pid is None else None
+        return self._process.returncode or None
 
     @property
     def refusal(self) -> str | None:
         """The reason why the system refused to start it; None if it did not."""
         return os.strerror(errno.EAGAIN) if self.gone and self.exitcode == _UNFORKED else None
 
-    def answers(self) -> bool:
-        """Whether it is alive and responsive: it may have been killed or stopped since the last run."""
-        self._answered = False
-        self.ask("answer")
-        deadline = time.monotonic() + HELLO
-        while not self._answered and not self.gone and time.monotonic() < deadline:
-            wait(self.sources, HELLO)
-            self.read_replies()
-        return self._answered
+    def is_usable(self) -> bool:
+        """Whether it will fork workers, now or after its imports, and is not about to end by itself."""
+        self.read_replies()
+        return not self.gone and time.monotonic() < self._used + IDLE - HELLO
 
     def fork(self, start: dict[str, Any], descriptors: Sequence[int]) -> None:
         """Request a worker with the settings `start`; its stream then reports how it "exited" or was "refused"."""
@@ -129,7 +120,8 @@ class Server:
             self._control.send("fork", descriptors=descriptors, start=start)
 
     def ask(self, kind: str, **header: Any) -> None:
-        """Send a request: "begin" a run, whose folder it deletes if this process is killed, "finish", "answer"."""
+        """Send a request: "begin" a run, whose folder it deletes if this process is killed, or "finish" it."""
+        self._used = time.monotonic()
         with contextlib.suppress(OSError):
             self._control.send(kind, **header)
 
@@ -147,10 +139,10 @@ class Server:
         with self._reading:
             if self.gone:
                 return
-            self._read_pid()
             self._control.end()  # it then ends its workers, with all that they have started, and itself
             if not self.ready or not self._has_closed(_ENDING):
-                self._kill()
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # the first process leads its group
+                    os.killpg(self._process.pid, signal.SIGKILL)
             self._reap()
 
     def forget(self) -> None:
@@ -159,18 +151,9 @@ class Server:
         self._resources.close()
 
     def _take_replies(self) -> None:
-        for header, _ in self._control.receive():
-            kind = header["kind"]
-            if kind == "hello":
-                self.pid = header["pid"]
-                self._process.wait()  # the first process has forked the server and ended
-            self.ready = self.ready or kind == "ready"
-            self._answered = self._answered or kind == "answer"
-
-    def _read_pid(self) -> None:
-        """Read the id of the process if it is about to report it, because the first process has ended."""
-        if self.pid is None and self._process.poll() is not None and wait([self._control.fileno()], HELLO):
-            self._take_replies()
+        self._process.poll()  # the first process ends once it has forked the server
+        for header, _ in self._control.receive():  # that it is ready
+            self.ready, self.pid = True, header["pid"]
 
     def _has_closed(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
@@ -178,17 +161,10 @@ class Server:
             self._take_replies()
         return not self._control.is_open
 
-    def _kill(self) -> None:
-        self._process.kill()
-        with contextlib.suppress(ProcessLookupError):
-            if self.pid is not None:  # not reused: the process has not closed its end
-                os.kill(self.pid, signal.SIGKILL)
-
     def _reap(self) -> None:
         self.gone = True
-        if self.pid is None:  # it has closed its end without starting
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(HELLO)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(HELLO)
         self._output.relay()
         self._output.finish()
         self._resources.close()
@@ -228,7 +204,7 @@ def server_for(slot: RankSlot) -> Server:
     origin = origin_of(slot)
     while _kept:
         kept = _kept.pop()
-        if kept.origin == origin and _is_there(kept):
+        if kept.origin == origin and kept.is_usable():
             return kept
         kept.end()
     reason = f"rank {slot.ranks.rank} could not be started"
@@ -247,12 +223,6 @@ def server_for(slot: RankSlot) -> Server:
 def _imported() -> list[str]:
     """Return the modules of tasks that this process has imported, and those that optimizers import, which are slow."""
     return [name for name in [*sys.modules] if name.startswith(_TASKS) or name == COMPILER_PACKAGE]
-
-
-def _is_there(server: Server) -> bool:
-    """Whether a server will fork workers, now or after its imports."""
-    server.read_replies()
-    return server.answers() if server.ready else not server.gone
 
 
 def start_early(slot: RankSlot) -> None:
