@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.raw_bytes import flattened, raw_bytes, with_copy
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.patch_table import process_wide
 
 #: The name of this backend in torch.distributed.
 NAME = "nano_loop"
@@ -255,15 +257,25 @@ def _reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-class SharedGroups:
-    """The process groups of one run. The default one uses the ranks' channel, the others have files in their folder."""
+#: Of the active run; torch's registry of backends outlives it.
+_groups: list[SharedGroups] = process_wide("process groups of runs", [])
+
+
+class SharedGroups(AbstractContextManager["SharedGroups"]):
+    """The process groups that torch creates during a run.
+
+    The default one uses the ranks' channel, the others have files in their folder.
+    """
 
     def __init__(self, ranks: Ranks, folder: Path, channel: SharedChannel) -> None:
         self._ranks, self._folder, self._channel = ranks, folder, channel
         self._channels: dict[str, SharedChannel] = {}
         self._thread = threading.get_ident()  # the loop's thread
+        if NAME not in distributed.Backend.backend_list:
+            distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu"])
+        _groups.append(self)
 
-    def make(self, options: Any, backend_options: Any = None) -> SharedGroup:
+    def make(self, options: Any) -> SharedGroup:
         """Create the group described by torch's ``_DistributedBackendOptions``; the first one is the default group."""
         members = tuple(options.global_ranks_in_group) or tuple(range(self._ranks.size))
         name = f"{len(members)}-{options.group_id}"
@@ -281,8 +293,16 @@ class SharedGroups:
 
         return SharedGroup(ranks, channel, options.group_id)
 
-    def close(self, *, returned: bool) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Leave the channels of all groups except the default group."""
+        _groups.remove(self)
         for channel in self._channels.values():
-            channel.leave(returned=returned)
+            channel.leave(returned=kind is None)
             channel.close()
+
+
+def _make_group(options: Any, backend_options: Any = None) -> SharedGroup:
+    if not _groups:
+        got = f"backend={NAME!r} outside a run"
+        raise NanoError(error_message(got, "it connects the ranks of a nano_loop run", 'Use "gloo"'))
+    return _groups[-1].make(options)
