@@ -14,7 +14,7 @@ from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.sharding.sharding import (
     BatchSharding,
     serving,
-    sharded_by_user,
+    sharding_samplers,
     whole_evaluations_not_joined,
 )
 from nano_loop.distributed.sharding.splitting import BatchSplitting, splits_indices
@@ -140,7 +140,7 @@ class Sharding(RanksStep):
         return _READ_BY_ALL if isinstance(loader.dataset, IterableDataset) else _BY_BATCH
 
     def _is_sharded_by_user(self, loader: DataLoader[Any]) -> bool:
-        return sharded_by_user(loader, self.ranks.size)
+        return bool(sharding_samplers(loader, self.ranks.size))
 
 
 def _counting(steps: Any, original: Callable[..., None]) -> Callable[..., None]:
