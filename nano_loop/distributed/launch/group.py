@@ -58,7 +58,7 @@ def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
     finally:
         ranks.channel = ranks.context.waits = None  # type: ignore[assignment]
         channel.leave(returned=returned)
-        if returned and shards().are_waiting:
+        if returned and shards().waiting:
             with suppress(NanoError):  # another rank has failed
                 wait_until(lambda: channel.segment.has_left(0), ranks.check)
                 shards().move()

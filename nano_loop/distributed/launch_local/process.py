@@ -133,7 +133,7 @@ class WorkerProcess(Worker):
             advice = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
             return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
         exitcode = end.get("exitcode", self._server.exitcode)
-        words = self._outputs[-1].last_words or self._server.last_words
+        words = self._outputs[-1].last_words or self._server.output.last_words
         if exitcode is None:
             server = f" ({self._server.pid})" if self._server.gone and self._server.pid else ""
             what = f"ended with the process that it was forked from{server}, which was killed or failed"

@@ -83,7 +83,7 @@ class Server:
                 finally:
                     os.close(writing)
             self._resources = stack.pop_all()
-        self._output = Output(reading, sys.stderr, "[workers] ")
+        self.output = Output(reading, sys.stderr, "[workers] ")
         with contextlib.suppress(BrokenPipeError):  # it has already ended, which is detected later
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps({**setup, "modules": [*modules]}).encode() + b"\n")
@@ -92,12 +92,7 @@ class Server:
     @property
     def sources(self) -> Sequence[Any]:
         """The objects that are readable when there is a reply."""
-        return [] if self.gone else [self._control, *([self._output.descriptor] if self._output.is_open else [])]
-
-    @property
-    def last_words(self) -> str:
-        """The end of its standard error."""
-        return self._output.last_words
+        return [] if self.gone else [self._control, *([self.output.descriptor] if self.output.is_open else [])]
 
     @property
     def exitcode(self) -> int | None:
@@ -130,7 +125,7 @@ class Server:
         with self._reading:
             if not self.gone:
                 self._take_replies()
-                self._output.relay()
+                self.output.relay()
                 if not self._control.is_open:
                     self._reap()
 
@@ -165,8 +160,8 @@ class Server:
         self.gone = True
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(HELLO)
-        self._output.relay()
-        self._output.finish()
+        self.output.relay()
+        self.output.finish()
         self._resources.close()
 
 
