@@ -194,7 +194,7 @@ if __name__ == "__main__":
 
 
 def _server():
-    (server,) = servers.kept()
+    (server,) = servers.kept
     return server.pid
 
 

@@ -51,7 +51,7 @@ class WorkerProcess(Worker):
                 others.callback(os.close, writing)
                 self._outputs.append(Output(reading, shown, f"[rank {self.rank}] "))
                 descriptors.append(writing)
-            server.fork(start_of(slot), descriptors)
+            server.ask("fork", descriptors=descriptors, start=start_of(slot))
             self._resources = own.pop_all()
 
     @property

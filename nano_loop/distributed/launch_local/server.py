@@ -109,16 +109,15 @@ class Server:
         self.read_replies()
         return not self.gone and time.monotonic() < self._used + IDLE - HELLO
 
-    def fork(self, start: dict[str, Any], descriptors: Sequence[int]) -> None:
-        """Request a worker with the settings `start`; its stream then reports how it "exited" or was "refused"."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # detected by `read_replies`
-            self._control.send("fork", descriptors=descriptors, start=start)
-
     def ask(self, kind: str, **header: Any) -> None:
-        """Send a request: "begin" a run, whose folder it deletes if this process is killed, or "finish" it."""
+        """Send a request: "begin" a run, whose folder it deletes if this process is killed, "finish" it, or "fork".
+
+        The last one has the `descriptors` of a worker, whose stream then reports how it "exited" or was "refused".
+        """
         self._used = time.monotonic()
-        with contextlib.suppress(OSError):
-            self._control.send(kind, **header)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # detected by `read_replies`
+            if not self.gone:
+                self._control.send(kind, **header)
 
     def read_replies(self) -> None:
         """Process its replies without waiting."""
@@ -189,7 +188,7 @@ _TASKS = tuple(f"nano_loop.{room}" for room in ("api", "integrations.lightning")
 #: Seconds without a run after which the process ends.
 IDLE = 60.0
 
-_kept: list[Server] = []  # at most one
+kept: list[Server] = []  # at most one
 
 
 def server_for(slot: RankSlot) -> Server:
@@ -197,11 +196,11 @@ def server_for(slot: RankSlot) -> Server:
     folder = slot.ranks.folder
     assert folder is not None
     origin = origin_of(slot)
-    while _kept:
-        kept = _kept.pop()
-        if kept.origin == origin and kept.is_usable():
-            return kept
-        kept.end()
+    while kept:
+        server = kept.pop()
+        if server.origin == origin and server.is_usable():
+            return server
+        server.end()
     reason = f"rank {slot.ranks.rank} could not be started"
     if not sys.executable:
         message = error_message(f"{reason}: sys.executable is {sys.executable!r}", _IS_PYTHON, _HAS_NANO_LOOP)
@@ -223,7 +222,7 @@ def _imported() -> list[str]:
 def start_early(slot: RankSlot) -> None:
     """Start the server for a future run, if possible: it imports torch while the caller creates its model."""
     # Importing torch 2.8 creates a temporary folder, which should be in the folder of a run.
-    if _kept or not sys.executable or is_older_than(2, 9):
+    if kept or not sys.executable or is_older_than(2, 9):
         return
     with contextlib.suppress(OSError), standard_streams_open():
         _keep(Server(origin_of(slot), cpus_of(slot), None, [*_imported(), COMPILER_PACKAGE]))
@@ -232,32 +231,27 @@ def start_early(slot: RankSlot) -> None:
 def keep(server: Server) -> None:
     """Keep a server that has no workers left for the next run."""
     server.read_replies()
-    if server.ready and not server.gone and not _kept:
+    if server.ready and not server.gone and not kept:
         _keep(server)
     else:
         server.end()
 
 
 def _keep(server: Server) -> None:
-    _kept.append(server)
+    kept.append(server)
     atexit.unregister(end_kept)
     atexit.register(end_kept)  # with ``-X dev``, Python would warn about an unclosed connection
 
 
-def kept() -> list[Server]:
-    """Return the kept servers: one or none."""
-    return [*_kept]
-
-
 def end_kept() -> None:
     """End the kept server, if there is one."""
-    while _kept:
-        _kept.pop().end()
+    while kept:
+        kept.pop().end()
 
 
 def _forget_kept() -> None:
-    while _kept:
-        _kept.pop().forget()
+    while kept:
+        kept.pop().forget()
 
 
 os.register_at_fork(after_in_child=_forget_kept)  # it belongs to the parent
