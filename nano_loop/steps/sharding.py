@@ -14,7 +14,7 @@ from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.sharding.sharding import (
     BatchSharding,
     serving,
-    sharded_by_user,
+    sharding_samplers,
     whole_evaluations_not_joined,
 )
 from nano_loop.distributed.sharding.splitting import BatchSplitting, splits_indices
@@ -70,7 +70,7 @@ class Sharding(RanksStep):
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if self.ranks.size == 1:
             return SkipReason("one_process", "split_batches has no effect with one process")
-        if self.ranks.loader_cpus or not all(sharded_by_user(loader, self.ranks.size) for loader in parts.loaders):
+        if self.ranks.loader_cpus or not all(sharding_samplers(loader, self.ranks.size) for loader in parts.loaders):
             return None
         return SkipReason("sharded_by_user", "their own samplers shard them")
 
@@ -131,7 +131,7 @@ class Sharding(RanksStep):
             self._shardings[loader].choose(shard)
 
     def _kind(self, loader: DataLoader[Any]) -> str:
-        if sharded_by_user(loader, self.ranks.size):
+        if sharding_samplers(loader, self.ranks.size):
             return _BY_USER
         if self._shardings[loader].shard is False:
             return _WHOLE

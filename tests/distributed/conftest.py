@@ -40,7 +40,7 @@ def belongings():
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("nano_loop")]
     places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
     folders = [str(path) for place in places for path in place.glob(f"nano_loop-{os.getpid()}-*")]
-    sources = [source for server in servers.kept() for source in server.sources]
+    sources = [source for server in servers.kept for source in server.sources]
     kept = {source if isinstance(source, int) else source.fileno() for source in sources}
     descriptors = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd) and fd not in kept]
     return {
@@ -59,7 +59,7 @@ def runs_that_have_the_process():
 
 def _processes():
     # Workers are forked by the kept server process, which is not a child of this process.
-    roots = (os.getpid(), *(server.pid for server in servers.kept()))
+    roots = (os.getpid(), *(server.pid for server in servers.kept))
     for child in [child for root in roots for child in _below(root)]:
         try:
             command = " ".join(child.cmdline())

@@ -30,7 +30,7 @@ class Watched:
 
 def listening():
     """Yield the sockets with an address of this process and its descendants, the kept process and its workers too."""
-    roots = [psutil.Process(), *(psutil.Process(server.pid) for server in servers.kept())]
+    roots = [psutil.Process(), *(psutil.Process(server.pid) for server in servers.kept)]
     for process in [each for root in roots for each in (root, *root.children(recursive=True))]:
         with contextlib.suppress(psutil.Error):
             for each in process.net_connections("all"):

@@ -141,7 +141,7 @@ def _things():
 def _strays():
     """Yield all processes with this process's temporary folder in their environment, whatever their parents are."""
     mark = f"TMPDIR={os.environ['TMPDIR']}\0".encode()
-    known = {os.getpid(), *(server.pid for server in servers.kept())}
+    known = {os.getpid(), *(server.pid for server in servers.kept)}
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):

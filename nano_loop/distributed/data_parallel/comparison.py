@@ -52,7 +52,7 @@ class Comparison:
         self.split = split
         self._ranks = ranks
         self._witness = ranks.context.witness
-        self._told: dict[str, Any] | None = None
+        self.told: dict[str, Any] | None = None  # by the witness of the current backward, on rank 0
         self._stepped: dict[int, Optimizer] = {}  # by id
         self.tolerance = ROUNDED if is_rounded else TOLERANCE  # the largest relative difference of equal gradients
         self._losses: list[float] = []  # of the whole batch
@@ -67,11 +67,6 @@ class Comparison:
         self.why_not = "only local workers have a witness"
         if self._witness is not None:
             self.why_not = "no backward came before the first step"
-
-    @property
-    def is_comparing(self) -> bool:
-        """Whether the witness has computed the current backward; False on ranks other than 0."""
-        return self._told is not None
 
     def note_call(self, inputs: Any, *, trains: bool) -> None:
         """Record the precision and the batch with which a model is called; see `SplitBatches.note_call`."""
@@ -97,7 +92,7 @@ class Comparison:
                 told = None
             is_sum = told is not None and _are_sums(told["losses"], [values for values, _ in by_rank], self.tolerance)
             self.split.reduction = self._ranks.broadcast("sum" if is_sum else "mean", what=REDUCTION)
-        self._told, self._losses = told, []
+        self.told, self._losses = told, []
         if told is not None and self.tolerance != ROUNDED:
             self._last_layers, earlier = split_by_depth(losses)
             self._earlier |= earlier
@@ -113,7 +108,7 @@ class Comparison:
 
     def begin_step(self) -> None:
         """Read the witness's results for a step whose gradients the loop itself has computed; collective, likewise."""
-        if self._told is not None:  # of a backward that has reached no parameter
+        if self.told is not None:  # of a backward that has reached no parameter
             self._stop("the loop computes gradients itself after a backward")
         self.begin_backward([])
 
@@ -133,7 +128,7 @@ class Comparison:
 
     def drawn(self, number: int) -> Any:
         """Return the shape and order of the n-th random draw of the witness for this batch, if it reports them."""
-        told = self._told
+        told = self.told
         if self._witness is not None and not in_backward():
             self._forget()
             told = self._witness.next(self._ranks.check, stays=True)
@@ -142,7 +137,7 @@ class Comparison:
 
     def end_backward(self, parameters: Parameters) -> None:
         """Compare the mean gradients of parameters with the witness's; raise a NanoError if they differ."""
-        told = self._told
+        told = self.told
         if told is None:
             return
         named = parameters.named
@@ -226,7 +221,7 @@ class Comparison:
 
     def _forget(self) -> None:
         """Let the witness continue."""
-        told, self._told = self._told, None
+        told, self.told = self.told, None
         if told is not None:
             Path(told["file"]).unlink(missing_ok=True)
 

@@ -28,17 +28,10 @@ class Differences:
         self.distances = [_distance(one, other) for one, other in zip(gradients, whole, strict=True)]
         self.sizes = [_distance(gradient, None) for gradient in whole]
         self._tolerance, self._size = tolerance, math.hypot(*self.sizes)
-        self.total = math.hypot(*self.distances)
-
-    @property
-    def is_off(self) -> bool:
-        """Whether the gradients as a whole differ."""
-        return self.total > self._tolerance * self._size
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether the difference is not larger than rounding makes it."""
-        return self._tolerance == ROUNDED or self.total <= _MOST_ROUNDING * self._size
+        total = math.hypot(*self.distances)
+        self.is_off = total > tolerance * self._size  # whether the gradients as a whole differ
+        #: Whether the difference is not larger than rounding makes it.
+        self.is_bounded = tolerance == ROUNDED or total <= _MOST_ROUNDING * self._size
 
     def ratio(self, places: Collection[int]) -> float | None:
         """Return the relative difference at these places, or None if whole batches have no gradients there."""

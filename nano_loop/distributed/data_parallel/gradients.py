@@ -96,12 +96,9 @@ class AveragedGradients:
 
     def replaced(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters whose mean the loop has replaced, for example by a sum of clipped gradients."""
-        pairs = [(one, self._means.get(id(one), _no_memory)) for one in parameters]
-        return [one for one, mean in pairs if one.grad is not None and mean() is not _memory_of(one.grad)]
-
-
-def _no_memory() -> None:
-    """Return None: the memory of a gradient that was never averaged."""
+        pairs = [(one, one.grad, self._means.get(id(one))) for one in parameters]
+        known = ((one, grad, mean and mean()) for one, grad, mean in pairs if grad is not None)
+        return [one for one, grad, memory in known if memory is not _memory_of(grad)]
 
 
 def _memory_of(gradient: torch.Tensor) -> Any:

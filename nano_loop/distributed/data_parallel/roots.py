@@ -59,9 +59,9 @@ class WeightedRoots:
 
     def compare_weights(self, by_rank: Sequence[Sequence[Weight]]) -> None:
         """Warn if ranks weight samples differently, unless one may have a single sample, which needs no reduction."""
-        share = self._split.share
+        share, is_compared = self._split.share, self.comparison.told is not None
         if share is not None and share.total >= 2 * share.size:
-            self.sample_weights.compare(by_rank, self.comparison.tolerance, is_compared=self.comparison.is_comparing)
+            self.sample_weights.compare(by_rank, self.comparison.tolerance, is_compared=is_compared)
 
     def scale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Multiply gradients that the loop itself has computed by the weight of this rank's share."""

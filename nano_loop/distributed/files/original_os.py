@@ -11,16 +11,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-_NAMES = (
-    *("access", "chdir", "chmod", "chown", "getcwd", "getcwdb", "getxattr", "link", "listdir", "listxattr", "lstat"),
-    *("mkdir", "open", "readlink", "remove", "removexattr", "rename", "replace", "rmdir", "scandir", "setxattr"),
-    *("stat", "statvfs", "symlink", "truncate", "unlink", "utime"),
-)
-
-#: The functions that a rank uses to access files directly. Not all exist on every system.
-original_os: Any = SimpleNamespace(
-    **{name: getattr(os, name) for name in _NAMES if hasattr(os, name)}, open_file=io.open, rmtree=shutil.rmtree
-)
+#: The functions that a rank uses to access files directly: those of `os`, as far as this system has them, and two more.
+original_os: Any = SimpleNamespace(**vars(os), open_file=io.open, rmtree=shutil.rmtree)
 
 
 def lower(path: str) -> os.stat_result | None:

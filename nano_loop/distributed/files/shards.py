@@ -61,25 +61,20 @@ class Shards:
         self._lock = threading.Lock()
         self.latest = self._last = 0  # numbers of writes of possible shards
         # By path: the value of `latest` at the write, and the files of rank 0 known to the rank at that time.
-        self._waiting: dict[str, tuple[int, set[str]]] = {}
+        self.waiting: dict[str, tuple[int, set[str]]] = {}
         self._known: set[str] = set()  # paths of rank 0's files and folders that this rank knew of before
         self._families: set[str] = set()
         self._published: dict[str, tuple[int, int]] = {}  # devices and inodes by path, including folders
-
-    @property
-    def are_waiting(self) -> bool:
-        """Whether any possible shard is left."""
-        return bool(self._waiting)
 
     def note(self, key: str) -> None:
         """Record that the rank writes a private file."""
         folder = f"{self._overlay.working_folder()}/"
         others = counterparts(key, self._overlay.rank)
         named = {other.named for other in others if not folder.startswith(f"{other.own}/")}
-        _, known = self._waiting.pop(key, (0, set() if key in self._published else named & self._known))
+        _, known = self.waiting.pop(key, (0, set() if key in self._published else named & self._known))
         if named - known:
             self.latest += 1
-            self._waiting[key] = self.latest, known
+            self.waiting[key] = self.latest, known
 
     def note_known(self, key: str) -> None:
         """Record that the rank has seen a file created by rank 0."""
@@ -98,7 +93,7 @@ class Shards:
                     for other in counterparts(key, self._overlay.rank)
                     if other.named not in known and not self._is_rank_0_in(other.own, key)
                 ]
-                for key, (number, known) in [*self._waiting.items()]
+                for key, (number, known) in [*self.waiting.items()]
                 if number > after and self._is_movable(key)
             }
             for others in waiting.values():
@@ -152,7 +147,7 @@ class Shards:
             if is_complete:
                 original_os.unlink(place)
         if is_complete:
-            self._waiting.pop(key, None)
+            self.waiting.pop(key, None)
         self._note_moved(key)
 
     def _make_folder(self, folder: str) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped,unused-ignore]
 from torch import distributed
@@ -19,16 +18,12 @@ from nano_loop.distributed.files.private_files import shards
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
 from nano_loop.distributed.shared_memory.deadlocks import Waits
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
-from nano_loop.distributed.shared_memory.shared_group import NAME, SharedGroup, SharedGroups
+from nano_loop.distributed.shared_memory.shared_group import NAME, SharedGroups
 from nano_loop.errors import NanoError, error_message
-from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import forget_group_count
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
-
-#: For the active run; torch's registry of backends outlives it.
-_groups: list[SharedGroups] = process_wide("process groups of runs", [])
 
 
 @contextmanager
@@ -41,7 +36,7 @@ def local_group(ranks: Ranks, backend: str | None) -> Iterator[None]:
     with shared_channel(ranks, ranks.folder) as channel, ExitStack() as stack:
         store = stack.enter_context(_file_store(ranks, ranks.folder))
         if backend is None:
-            stack.enter_context(_shared_groups(SharedGroups(ranks, ranks.folder, channel)))
+            stack.enter_context(SharedGroups(ranks, ranks.folder, channel))
             stack.enter_context(process_group(store, ranks, NAME))
         else:
             # A host's name may not resolve, and other hosts must not reach these connections.
@@ -63,7 +58,7 @@ def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
     finally:
         ranks.channel = ranks.context.waits = None  # type: ignore[assignment]
         channel.leave(returned=returned)
-        if returned and shards().are_waiting:
+        if returned and shards().waiting:
             with suppress(NanoError):  # another rank has failed
                 wait_until(lambda: channel.segment.has_left(0), ranks.check)
                 shards().move()
@@ -119,28 +114,6 @@ def _file_store(ranks: Ranks, folder: Path) -> Iterator[Store]:
         yield FileStore(str(link), ranks.size)
     finally:
         link.unlink(missing_ok=True)
-
-
-@contextmanager
-def _shared_groups(groups: SharedGroups) -> Iterator[None]:
-    """Make torch create `groups` for our backend."""
-    if NAME not in distributed.Backend.backend_list:
-        distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu"])
-    _groups.append(groups)
-    returned = False
-    try:
-        yield
-        returned = True
-    finally:
-        _groups.remove(groups)
-        groups.close(returned=returned)
-
-
-def _make_group(options: Any, backend_options: Any = None) -> SharedGroup:
-    if not _groups:
-        got = f"backend={NAME!r} outside a run"
-        raise NanoError(error_message(got, "it connects the ranks of a nano_loop run", 'Use "gloo"'))
-    return _groups[-1].make(options, backend_options)
 
 
 def refuse_existing_group() -> None:

@@ -79,13 +79,13 @@ def join_run(
     check: Callable[[], None] = lambda: None,
     address: str | None = None,
     threads: int | None = None,
-    parent: Path | None = None,
+    folder: Path | None = None,
 ) -> Iterator[RankSlot]:
     """Join the other processes of a launch, however started, and divide this host among its ranks. Collective.
 
     They meet in `store`, which no other run uses, or in the user's process group. Without `threads`, the ranks of a
     host divide its CPUs; with it, this process has so many compute threads and is not bound. A launcher that passes
-    `parent` (see `common_folder`) watches the ranks and keeps their files private itself.
+    a `folder` of this process (see `common_folder`) watches the ranks and keeps their files private itself.
     """
     everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=check)
     gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)
@@ -97,10 +97,10 @@ def join_run(
     shares = _shares(options, machine, here, masks) if threads is None else ()
     share = shares[here.index(launch.rank)] if shares else None
     with ExitStack() as stack:
-        folder = stack.enter_context(common_folder(launch.rank, gather, here, parent))
-        if parent is None and launch.rank:
-            since = (folder / BEGAN).stat().st_ctime_ns
-            stack.enter_context(private_files(launch.rank, folder_of_process(os.getpid()), since, folder))
+        common = stack.enter_context(common_folder(launch.rank, gather, here, folder))
+        if folder is None and launch.rank:
+            since = (common / BEGAN).stat().st_ctime_ns
+            stack.enter_context(private_files(launch.rank, folder_of_process(os.getpid()), since, common))
         ranks = Ranks(
             launch.rank,
             launch.size,
@@ -110,12 +110,12 @@ def join_run(
             timeout=options.timeout,
             shares=tuple(share.cpus for share in shares),
             loader_cpus=share.loader_cpus if share else (),
-            folder=folder if len(members) == 1 else None,
+            folder=common if len(members) == 1 else None,
         )
         backend = options.process_group_backend
         if ranks.folder is not None:
-            if parent is None:
-                stack.enter_context(watching_each_other(ranks, processes))
+            if folder is None:
+                watch_each_other(ranks, processes)
             local = shared_channel(ranks, ranks.folder) if store is None else local_group(ranks, backend)
             stack.enter_context(local)
         else:
@@ -156,8 +156,7 @@ def _undivided(machine: Machine, masks: list[_Mask], threads: int | None) -> Mac
 _INTERVAL = 0.2  # seconds between checks of the others
 
 
-@contextmanager
-def watching_each_other(ranks: Ranks, processes: Sequence[int]) -> Iterator[None]:
+def watch_each_other(ranks: Ranks, processes: Sequence[int]) -> None:
     """Make waits of a host's ranks raise a `NanoWorkerError` if another rank's process ended without leaving."""
     launcher_s, looked = ranks.check, time.monotonic()
 
@@ -173,10 +172,6 @@ def watching_each_other(ranks: Ranks, processes: Sequence[int]) -> Iterator[None
                 raise died(rank).as_error()
 
     ranks.check = check
-    try:
-        yield
-    finally:
-        ranks.check = launcher_s
 
 
 def _has_left(ranks: Ranks, rank: int) -> bool:

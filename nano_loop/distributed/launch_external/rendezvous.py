@@ -106,21 +106,11 @@ def gather_in_group(ranks: Ranks) -> Gather:
 
 
 @contextmanager
-def common_folder(rank: int, gather: Gather, here: list[int], parent: Path | None = None) -> Iterator[Path]:
-    """Yield the private folder that the first of the ranks `here` creates for all, in `parent` if given. Collective."""
-    with _made(parent) if rank == here[0] else nullcontext() as made:
-        folder = Path(gather(str(made or ""))[here[0]])
+def common_folder(rank: int, gather: Gather, here: list[int], own: Path | None = None) -> Iterator[Path]:
+    """Yield the private folder of the first of the ranks `here` to all: its `own`, or a new one. Collective."""
+    with private_folder() if rank == here[0] and own is None else nullcontext(own) as made:
+        if rank == here[0] and made is not None:
+            (made / BEGAN).touch()
+        folder = Path(gather(str(made))[here[0]])
         refuse_foreign_folder(folder)
-        yield folder
-
-
-@contextmanager
-def _made(parent: Path | None) -> Iterator[Path]:
-    if parent is not None:
-        folder = parent / "host"
-        folder.mkdir(mode=0o700)
-        yield folder
-        return
-    with private_folder() as folder:
-        (folder / BEGAN).touch()
         yield folder

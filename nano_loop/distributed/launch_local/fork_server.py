@@ -83,7 +83,8 @@ class ForkServer:
 
     def run(self) -> None:
         """Handle the caller's requests until there is nothing more to do."""
-        self._say("ready")
+        with contextlib.suppress(OSError):  # the caller has ended
+            self._control.send("ready", pid=os.getpid())
         sources: list[Any] = [self._control, self._woken, *([] if self._caller is None else [self._caller])]
         while True:
             busy = self._workers or self._folders
@@ -114,18 +115,12 @@ class ForkServer:
 
     def _do(self, kind: str, folder: str = "", start: dict[str, Any] | None = None, **_: Any) -> None:
         """Handle a request of the caller."""
-        if kind == "answer":
-            self._say("answer")
-        elif kind == "begin":
+        if kind == "begin":
             self._folders.add(folder)
         elif kind == "finish":
             self._folders.discard(folder)
         elif kind == "fork" and start is not None:
             self._fork(start)
-
-    def _say(self, kind: str) -> None:
-        with contextlib.suppress(OSError):  # the caller has ended
-            self._control.send(kind)
 
     # --- workers ---
 

@@ -51,7 +51,7 @@ class WorkerProcess(Worker):
                 others.callback(os.close, writing)
                 self._outputs.append(Output(reading, shown, f"[rank {self.rank}] "))
                 descriptors.append(writing)
-            server.fork(start_of(slot), descriptors)
+            server.ask("fork", descriptors=descriptors, start=start_of(slot))
             self._resources = own.pop_all()
 
     @property
@@ -133,9 +133,9 @@ class WorkerProcess(Worker):
             advice = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
             return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
         exitcode = end.get("exitcode", self._server.exitcode)
-        words = self._outputs[-1].last_words or self._server.last_words
-        if exitcode is None and self._server.pid is not None:
-            server = f" ({self._server.pid})" if self._server.gone else ""
+        words = self._outputs[-1].last_words or self._server.output.last_words
+        if exitcode is None:
+            server = f" ({self._server.pid})" if self._server.gone and self._server.pid else ""
             what = f"ended with the process that it was forked from{server}, which was killed or failed"
             return Failure(self.rank, Kind.CAUSE, what, _ENDED_BY_OTHERS, traceback=words or None)
         return died(self.rank, exitcode, words)

@@ -47,10 +47,6 @@ import gc, json, socket, tempfile
 gc.disable()
 origin = json.loads(sys.stdin.buffer.readline())
 control = socket.socket(fileno=int(sys.argv[1]))
-try:
-    control.sendall(json.dumps({"kind": "hello", "pid": os.getpid(), "bytes": 0}).encode() + b"\\n")
-except OSError:  # the caller is gone, and has left a folder
-    pass
 if origin["cpus"]:
     os.sched_setaffinity(0, origin["cpus"])
 sys.path[:] = origin["path"]
@@ -71,8 +67,8 @@ class Server:
         self.origin = origin
         self.ready = False  # whether it has finished its imports
         self.gone = False  # whether it has ended
-        self._answered = False
-        self.pid: int | None = None  # known once it has started
+        self.pid: int | None = None  # known once it is ready
+        self._used = time.monotonic()  # when it was last asked for something
         self._reading = threading.RLock()
         setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": IDLE}
         with contextlib.ExitStack() as stack:
@@ -87,7 +83,7 @@ class Server:
                 finally:
                     os.close(writing)
             self._resources = stack.pop_all()
-        self._output = Output(reading, sys.stderr, "[workers] ")
+        self.output = Output(reading, sys.stderr, "[workers] ")
         with contextlib.suppress(BrokenPipeError):  # it has already ended, which is detected later
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps({**setup, "modules": [*modules]}).encode() + b"\n")
@@ -96,49 +92,39 @@ class Server:
     @property
     def sources(self) -> Sequence[Any]:
         """The objects that are readable when there is a reply."""
-        return [] if self.gone else [self._control, *([self._output.descriptor] if self._output.is_open else [])]
-
-    @property
-    def last_words(self) -> str:
-        """The end of its standard error."""
-        return self._output.last_words
+        return [] if self.gone else [self._control, *([self.output.descriptor] if self.output.is_open else [])]
 
     @property
     def exitcode(self) -> int | None:
         """The exit code of a Python that did not start; None if it started."""
-        return self._process.returncode if self.pid is None else None
+        return self._process.returncode or None
 
     @property
     def refusal(self) -> str | None:
         """The reason why the system refused to start it; None if it did not."""
         return os.strerror(errno.EAGAIN) if self.gone and self.exitcode == _UNFORKED else None
 
-    def answers(self) -> bool:
-        """Whether it is alive and responsive: it may have been killed or stopped since the last run."""
-        self._answered = False
-        self.ask("answer")
-        deadline = time.monotonic() + HELLO
-        while not self._answered and not self.gone and time.monotonic() < deadline:
-            wait(self.sources, HELLO)
-            self.read_replies()
-        return self._answered
-
-    def fork(self, start: dict[str, Any], descriptors: Sequence[int]) -> None:
-        """Request a worker with the settings `start`; its stream then reports how it "exited" or was "refused"."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # detected by `read_replies`
-            self._control.send("fork", descriptors=descriptors, start=start)
+    def is_usable(self) -> bool:
+        """Whether it will fork workers, now or after its imports, and is not about to end by itself."""
+        self.read_replies()
+        return not self.gone and time.monotonic() < self._used + IDLE - HELLO
 
     def ask(self, kind: str, **header: Any) -> None:
-        """Send a request: "begin" a run, whose folder it deletes if this process is killed, "finish", "answer"."""
-        with contextlib.suppress(OSError):
-            self._control.send(kind, **header)
+        """Send a request: "begin" a run, whose folder it deletes if this process is killed, "finish" it, or "fork".
+
+        The last one has the `descriptors` of a worker, whose stream then reports how it "exited" or was "refused".
+        """
+        self._used = time.monotonic()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # detected by `read_replies`
+            if not self.gone:
+                self._control.send(kind, **header)
 
     def read_replies(self) -> None:
         """Process its replies without waiting."""
         with self._reading:
             if not self.gone:
                 self._take_replies()
-                self._output.relay()
+                self.output.relay()
                 if not self._control.is_open:
                     self._reap()
 
@@ -147,10 +133,10 @@ class Server:
         with self._reading:
             if self.gone:
                 return
-            self._read_pid()
             self._control.end()  # it then ends its workers, with all that they have started, and itself
             if not self.ready or not self._has_closed(_ENDING):
-                self._kill()
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # the first process leads its group
+                    os.killpg(self._process.pid, signal.SIGKILL)
             self._reap()
 
     def forget(self) -> None:
@@ -159,18 +145,9 @@ class Server:
         self._resources.close()
 
     def _take_replies(self) -> None:
-        for header, _ in self._control.receive():
-            kind = header["kind"]
-            if kind == "hello":
-                self.pid = header["pid"]
-                self._process.wait()  # the first process has forked the server and ended
-            self.ready = self.ready or kind == "ready"
-            self._answered = self._answered or kind == "answer"
-
-    def _read_pid(self) -> None:
-        """Read the id of the process if it is about to report it, because the first process has ended."""
-        if self.pid is None and self._process.poll() is not None and wait([self._control.fileno()], HELLO):
-            self._take_replies()
+        self._process.poll()  # the first process ends once it has forked the server
+        for header, _ in self._control.receive():  # that it is ready
+            self.ready, self.pid = True, header["pid"]
 
     def _has_closed(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
@@ -178,19 +155,12 @@ class Server:
             self._take_replies()
         return not self._control.is_open
 
-    def _kill(self) -> None:
-        self._process.kill()
-        with contextlib.suppress(ProcessLookupError):
-            if self.pid is not None:  # not reused: the process has not closed its end
-                os.kill(self.pid, signal.SIGKILL)
-
     def _reap(self) -> None:
         self.gone = True
-        if self.pid is None:  # it has closed its end without starting
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(HELLO)
-        self._output.relay()
-        self._output.finish()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(HELLO)
+        self.output.relay()
+        self.output.finish()
         self._resources.close()
 
 
@@ -218,7 +188,7 @@ _TASKS = tuple(f"nano_loop.{room}" for room in ("api", "integrations.lightning")
 #: Seconds without a run after which the process ends.
 IDLE = 60.0
 
-_kept: list[Server] = []  # at most one
+kept: list[Server] = []  # at most one
 
 
 def server_for(slot: RankSlot) -> Server:
@@ -226,11 +196,11 @@ def server_for(slot: RankSlot) -> Server:
     folder = slot.ranks.folder
     assert folder is not None
     origin = origin_of(slot)
-    while _kept:
-        kept = _kept.pop()
-        if kept.origin == origin and _is_there(kept):
-            return kept
-        kept.end()
+    while kept:
+        server = kept.pop()
+        if server.origin == origin and server.is_usable():
+            return server
+        server.end()
     reason = f"rank {slot.ranks.rank} could not be started"
     if not sys.executable:
         message = error_message(f"{reason}: sys.executable is {sys.executable!r}", _IS_PYTHON, _HAS_NANO_LOOP)
@@ -249,16 +219,10 @@ def _imported() -> list[str]:
     return [name for name in [*sys.modules] if name.startswith(_TASKS) or name == COMPILER_PACKAGE]
 
 
-def _is_there(server: Server) -> bool:
-    """Whether a server will fork workers, now or after its imports."""
-    server.read_replies()
-    return server.answers() if server.ready else not server.gone
-
-
 def start_early(slot: RankSlot) -> None:
     """Start the server for a future run, if possible: it imports torch while the caller creates its model."""
     # Importing torch 2.8 creates a temporary folder, which should be in the folder of a run.
-    if _kept or not sys.executable or is_older_than(2, 9):
+    if kept or not sys.executable or is_older_than(2, 9):
         return
     with contextlib.suppress(OSError), standard_streams_open():
         _keep(Server(origin_of(slot), cpus_of(slot), None, [*_imported(), COMPILER_PACKAGE]))
@@ -267,32 +231,27 @@ def start_early(slot: RankSlot) -> None:
 def keep(server: Server) -> None:
     """Keep a server that has no workers left for the next run."""
     server.read_replies()
-    if server.ready and not server.gone and not _kept:
+    if server.ready and not server.gone and not kept:
         _keep(server)
     else:
         server.end()
 
 
 def _keep(server: Server) -> None:
-    _kept.append(server)
+    kept.append(server)
     atexit.unregister(end_kept)
     atexit.register(end_kept)  # with ``-X dev``, Python would warn about an unclosed connection
 
 
-def kept() -> list[Server]:
-    """Return the kept servers: one or none."""
-    return [*_kept]
-
-
 def end_kept() -> None:
     """End the kept server, if there is one."""
-    while _kept:
-        _kept.pop().end()
+    while kept:
+        kept.pop().end()
 
 
 def _forget_kept() -> None:
-    while _kept:
-        _kept.pop().forget()
+    while kept:
+        kept.pop().forget()
 
 
 os.register_at_fork(after_in_child=_forget_kept)  # it belongs to the parent

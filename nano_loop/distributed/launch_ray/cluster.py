@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 from ray._private.state import available_resources_per_node  # no public function returns them by node
 from ray.util import client
@@ -221,7 +222,7 @@ class Actor(Worker):
         self._calls = [self._handle.begin.remote(setting, pickle.dumps(RankWorker))]  # calls run in order
 
     def write(self, name: str, content: Any) -> None:
-        """Make it write a file of the payload; `content` is a result of `put`."""
+        """Make it write a file of the payload; `content` is a reference from `put_files`."""
         self._calls.append(self._handle.write.remote(name, content))
 
     def run(self) -> None:
@@ -279,9 +280,10 @@ class Actor(Worker):
         return failure
 
 
-def put(content: Any) -> Any:
-    """Put an array where all nodes can read it, for as long as the reference exists."""
-    return ray.put(content)
+def put_files(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Put the files below a folder, one by one, where all nodes can read them, for as long as a reference exists."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        yield str(path.relative_to(folder)), ray.put(np.fromfile(path, np.uint8))
 
 
 def _actor_class() -> Any:

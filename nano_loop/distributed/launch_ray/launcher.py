@@ -6,10 +6,6 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
@@ -77,8 +73,7 @@ class RayLauncher(Launcher):
                 own["writer"] = writers.get(node.id)
                 actors[rank] = cluster.Actor(rank, node, watching, {**setting, **own}, **reserved.place(rank))
                 stack.callback(actors[rank].kill)
-            for name, content in _files_of(folder) if writers else ():
-                shared = cluster.put(content)
+            for name, shared in cluster.put_files(folder) if writers else ():
                 for rank in writers.values():
                     actors[rank].write(name, shared)
                 del shared  # Ray frees it once it is written
@@ -95,19 +90,13 @@ class RayLauncher(Launcher):
                     check=check,
                     address=here.address,
                     threads=threads,
-                    parent=folder,
+                    folder=folder,
                 )
 
             workers = Workers([*actors.values()], interrupts, _LATEST_NEWS)
             with running_together(workers, connect, options.timeout, task.loop) as slot:
                 slot.copied = copied
                 yield slot
-
-
-def _files_of(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the names and contents of the files below a folder."""
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        yield str(path.relative_to(folder)), np.fromfile(path, np.uint8)
 
 
 def _placed(options: Options) -> Options:

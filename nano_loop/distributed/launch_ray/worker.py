@@ -85,10 +85,7 @@ class RankWorker:
         """Write a uint8 array to a file of the payload for the ranks of this node."""
         path = self._copy / name
         path.parent.mkdir(exist_ok=True, parents=True)
-        with path.open("wb", buffering=0) as file:
-            rest = memoryview(content)
-            while rest:
-                rest = rest[file.write(rest) :]
+        path.write_bytes(content)
 
     def run(self) -> Failure | None:
         """Read the payload, join the other ranks, and do the task; return its failure, if any."""
@@ -119,7 +116,7 @@ class RankWorker:
                 Launch("ray", rank, assignment.size),
                 address=setting["address"],
                 threads=threads_for(machine, setting["share"]),
-                parent=self._folder,
+                folder=self._folder,
             ) as slot:
                 discard(self._copy)  # all ranks have joined, so all have read it
                 yield slot

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import marshal
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -84,12 +84,12 @@ def reduce_function(function: FunctionType) -> Reduction | None:
         if inner is function and outer is not None:
             return getattr, (outer, "__wrapped__")
         if inner is function:
-            name = function.__module__, function.__qualname__
-            return None if at_its_name(function) is function else (_imported, name)
+            name = f"{function.__module__}:{function.__qualname__}"
+            return None if at_its_name(function) is function else (pkgutil.resolve_name, (name,))
         if inner.__globals__.get("__name__") not in by_value():  # the script's are not found in another process
             outer = inner
     context = compile_context(function)
-    return (_call, (context, uncompiled(function))) if context else _reduce_unnamed(function)
+    return (context, (uncompiled(function),)) if context else _reduce_unnamed(function)
 
 
 def _reduce_unnamed(function: FunctionType) -> Reduction | None:
@@ -162,10 +162,6 @@ def _importable_chain(function: FunctionType) -> Iterator[FunctionType]:
         outer = vars(outer).get("__wrapped__")
 
 
-def _imported(module: str, name: str) -> Any:
-    return attrgetter(name)(importlib.import_module(module))
-
-
 def at_its_name(value: type | FunctionType) -> Any:
     """Return the object found under the module and name of a class or function in this process, or None."""
     there: Any = sys.modules.get(value.__module__)
@@ -227,7 +223,3 @@ def is_sent(module: str) -> bool:
 def by_value() -> tuple[str, ...]:
     """Return the modules that are sent by value: the script, and modules registered by the user."""
     return ("__main__", *cloudpickle.list_registry_pickle_by_value())
-
-
-def _call(function: Callable[[Any], Any], argument: Any) -> Any:
-    return function(argument)

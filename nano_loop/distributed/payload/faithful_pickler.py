@@ -112,12 +112,8 @@ class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, file: Any, take: Callable[[PickleBuffer], bool]) -> None:
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=take)
-        self._named_objects = NamedObjects()
+        self.place_of = NamedObjects().place_of
         self._changing: dict[int, torch.UntypedStorage] = {}  # storages that training writes to, by id
-
-    def place_of(self, value: Any) -> tuple[ModuleType, str] | None:
-        """See `NamedObjects.place_of`."""
-        return self._named_objects.place_of(value)
 
     def reducer_override(self, value: Any) -> Any:
         """Return the reduction of `value`; `pickle` calls this for everything but numbers, strings and containers."""

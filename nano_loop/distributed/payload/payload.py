@@ -7,7 +7,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -50,7 +50,7 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
 
 def _write(call: Any, state: ModuleState, folder: Path) -> int:
     """Write the files that `load` reads, and return the number of bytes copied."""
-    with SharedFiles(folder) as files:
+    with closing(SharedFiles(folder)) as files:
         FaithfulPickler(files, files.take).dump(state.places)
         of_state, pickler = StatePickler(files, files.take), FaithfulPickler(files, files.take)
         of_state.memo = state.memo

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from pickle import PickleBuffer
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -119,10 +118,8 @@ class SharedFiles:
         self._numbers = itertools.count()
         self._payload = self._opened(folder / "payload", 0)
 
-    def __enter__(self) -> SharedFiles:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Close the payload."""
         self._payload.close()
 
     def write(self, data: Any) -> int:

@@ -121,8 +121,3 @@ class Digest:
 
     def _note(self, content: str) -> None:
         self.crc = zlib.crc32(content.encode(errors="replace"), self.crc)
-
-
-def digest(*values: Any) -> int:
-    """Return the checksum of a `Digest`."""
-    return Digest(*values).crc

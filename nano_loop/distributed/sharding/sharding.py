@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from nano_loop.data.random_states import diverge_rng, generators_of
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.sharding.dataset_digest import digest
+from nano_loop.distributed.sharding.dataset_digest import Digest
 from nano_loop.distributed.sharding.own_shares import OwnShares, Source
 from nano_loop.distributed.sharding.shared_sampler_rng import AgreedItems, AgreedState
 from nano_loop.patching.attributes import replaced
@@ -90,7 +90,7 @@ class BatchSharding(LoaderChange):
         attributes: dict[str, Any] = {}
         if self.ranks.loader_cpus and loader.num_workers:
             attributes["worker_init_fn"] = BoundWorker(self.ranks.loader_cpus, loader.worker_init_fn)
-        if by_user := _sharding_samplers(loader, self.ranks.size):
+        if by_user := sharding_samplers(loader, self.ranks.size):
             for sampler in by_user:
                 with suppress(AttributeError):  # it may be a property
                     sampler.rank = self.ranks.rank  # in workers, an argument is a copy of rank 0's
@@ -103,7 +103,7 @@ class BatchSharding(LoaderChange):
 
     def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
         """See `LoaderChange.iterate`."""
-        if sharded_by_user(loader, self.ranks.size):
+        if sharding_samplers(loader, self.ranks.size):
             return Served(start(), self, whole=False)
         whole = self.whole
         reads = isinstance(loader.dataset, IterableDataset) and not whole
@@ -111,7 +111,7 @@ class BatchSharding(LoaderChange):
 
     def iterate_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
         """See `LoaderChange.iterate_class`."""
-        if sharded_by_user(loader, self.ranks.size):
+        if sharding_samplers(loader, self.ranks.size):
             return iteration.start()
         if self.whole:
             return self._serve(iter(iteration.start()), whole=True)
@@ -120,7 +120,7 @@ class BatchSharding(LoaderChange):
     def length(self, loader: Loader, length: int) -> int:
         """Return the batches of the last iteration, by which loops divide sums; before it, of one started now."""
         whole = self.whole if self.last_was_whole is None else self.last_was_whole
-        return length if whole or sharded_by_user(loader, self.ranks.size) else self.share_of(length)
+        return length if whole or sharding_samplers(loader, self.ranks.size) else self.share_of(length)
 
     def share_of(self, length: int) -> int:
         """Return this rank's number of batches, out of `length`."""
@@ -148,10 +148,6 @@ class BatchSharding(LoaderChange):
             del group
             yield item
             group = [] if is_last else take(size)
-
-    def served(self, whole: bool) -> None:
-        """Record that a batch was passed to the loop, and whether all ranks got it."""
-        self.last_was_whole = self.ranks.context.sharding.whole = whole
 
     def _serve(self, iterator: Iterator[Any], whole: bool) -> Iterator[Any]:
         return Served(iterator, self, whole)
@@ -225,19 +221,15 @@ class Served(Iterator[Any]):
     def __next__(self) -> Any:
         with serving:
             batch = next(self._iterator)
-        self._sharding.served(self._whole)
+        self._sharding.last_was_whole = self._sharding.ranks.context.sharding.whole = self._whole
         return batch
 
     def __len__(self) -> int:
         return len(self._iterator)  # type: ignore[arg-type]
 
 
-def sharded_by_user(loader: Loader, size: int) -> bool:
-    """Whether a loader itself shards its batches among `size` ranks, as with a `DistributedSampler`."""
-    return bool(_sharding_samplers(loader, size))
-
-
-def _sharding_samplers(loader: Loader, size: int) -> list[Any]:
+def sharding_samplers(loader: Loader, size: int) -> list[Any]:
+    """Return the samplers by which a loader itself shards its batches among `size` ranks, as `DistributedSampler`."""
     batch_sampler = getattr(loader, "batch_sampler", None)  # missing while a loader is constructed
     samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     return [one for one in samplers if getattr(one, "num_replicas", None) == size and hasattr(one, "rank")]
@@ -259,7 +251,7 @@ def _synchronized(original: Callable[..., None]) -> Callable[..., None]:
     def sync(self: Any, *args: Any, should_sync: bool = True, **kwargs: Any) -> None:
         ranks: Ranks = value_in_force(_synchronized)[-1]
         may_be_whole = should_sync and ranks.context.sharding.whole
-        if not may_be_whole or len(set(ranks.gather(digest(self.metric_state)))) > 1:
+        if not may_be_whole or len(set(ranks.gather(Digest(self.metric_state).crc))) > 1:
             original(self, *args, should_sync=should_sync, **kwargs)
 
     return sync

@@ -23,7 +23,7 @@ from nano_loop.data.whole_batches import is_supported, leaves_of
 from nano_loop.distributed.comm.split_batches import Share, SplitBatches
 from nano_loop.distributed.sharding.batch_parts import BatchParts
 from nano_loop.distributed.sharding.own_shares import Source
-from nano_loop.distributed.sharding.sharding import BatchSharding, Loader, Served, sharded_by_user
+from nano_loop.distributed.sharding.sharding import BatchSharding, Loader, Served, sharding_samplers
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.loaders import ClassIteration, Start
 from nano_loop.patching.torch_private_loaders import collates_as_torch
@@ -50,7 +50,7 @@ class BatchSplitting(BatchSharding):
     def attributes(self, loader: Loader) -> dict[str, Any]:
         """See `LoaderChange.attributes`."""
         attributes = super().attributes(loader)
-        if sharded_by_user(loader, self.ranks.size):
+        if sharding_samplers(loader, self.ranks.size):
             return attributes
         attributes["in_order"] = True
         if splits_indices(loader):
@@ -63,7 +63,7 @@ class BatchSplitting(BatchSharding):
 
     def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
         """See `LoaderChange.iterate`."""
-        if sharded_by_user(loader, self.ranks.size) and not self.whole:
+        if sharding_samplers(loader, self.ranks.size) and not self.whole:
             self._refuse(f"a loader whose sampler divides it among {self.ranks.size} ranks")
         self.shares = deque() if splits_indices(loader) and not (self.whole or self._in_class) else None
         with self.split.loading():  # torch draws a seed for workers

@@ -14,7 +14,6 @@ A rank that is only late is an error of `nano_loop.distributed.shared_memory.sha
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from contextlib import suppress
@@ -62,7 +61,7 @@ class Waits:
             self.erase()
         if self._usable:
             try:
-                self._write(note, os.O_CREAT * (not self._is_there))
+                self._write(note, "r+" if self._is_there else "w")
                 self._is_there = True
             except OSError:  # no space, or the run has ended: a deadlock then ends by timeout
                 self._usable = False
@@ -80,14 +79,10 @@ class Waits:
             return None if note is None else Note(*note)
         return None
 
-    def _write(self, note: Note | None, flags: int = 0) -> None:
+    def _write(self, note: Note | None, mode: str = "r+") -> None:
         # Created only once, so that whoever deletes the folder finds no new file in it.
-        descriptor = os.open(self._path(self.rank), os.O_WRONLY | flags, 0o600)
-        try:
-            os.fchmod(descriptor, 0o600)  # independent of the umask
-            os.write(descriptor, json.dumps(note).encode() + b"\n")
-        finally:
-            os.close(descriptor)
+        with self._path(self.rank).open(mode) as file:
+            file.write(json.dumps(note) + "\n")
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"wait-{rank}"

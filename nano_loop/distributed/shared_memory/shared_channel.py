@@ -42,9 +42,9 @@ class SharedChannel:
         self._moves = False  # whether any rank has written one
         self._lock = threading.RLock()
         try:
-            self._segment = SharedSegment(ranks, 1, 2 * ranks.size * piece, partial(map_by_name, path))
-            self._posted = self._segment.places(_POSTED)
-            self._memory = raw_bytes(self._segment.memory)
+            self.segment = SharedSegment(ranks, 1, 2 * ranks.size * piece, partial(map_by_name, path))
+            self._posted = self.segment.places(_POSTED)
+            self._memory = raw_bytes(self.segment.memory)
             starts = [slice(start, start + piece) for start in range(0, 2 * ranks.size * piece, piece)]
             slots = [self._memory[start] for start in starts]
             self._slots = slots[: ranks.size], slots[ranks.size :]  # of all ranks, for every other piece
@@ -53,15 +53,10 @@ class SharedChannel:
             if ranks.rank == 0:
                 path.unlink(missing_ok=True)
 
-    @property
-    def segment(self) -> SharedSegment:
-        """The counters that synchronize the ranks."""
-        return self._segment
-
     def exchange(self, data: bytes | memoryview, what: str) -> list[bytearray]:
         """See `Channel.exchange`."""
         with self._lock:
-            self._segment.begin()
+            self.segment.begin()
             self._files, self._moves = shards().latest, False
             stream, piece = memoryview(data), self._piece
             lengths = self._exchange_piece(what, stream[:piece], len(stream))
@@ -75,18 +70,18 @@ class SharedChannel:
                 shards().move(self._files_before)
                 self._files_before = self._files
                 self._exchange_piece("files", memoryview(b""), 0)
-            self._segment.end()
+            self.segment.end()
             return received
 
     def leave(self, *, returned: bool) -> None:
         """Announce that this rank exchanges nothing more; see `SharedSegment.leave`."""
-        self._segment.leave(returned=returned)
+        self.segment.leave(returned=returned)
 
     def close(self) -> None:
         """Release the memory."""
         for slot in (*self._slots[0], *self._slots[1], self._memory):
             slot.release()
-        self._segment.close()
+        self.segment.close()
 
     @property
     def _current(self) -> list[memoryview]:
@@ -95,14 +90,14 @@ class SharedChannel:
 
     def _exchange_piece(self, what: str, piece: memoryview, length: int) -> list[int]:
         """Exchange the next piece of this rank's stream through its slot; return the lengths of all streams."""
-        words, own_place, mark = self._segment.words, self._posted[self._ranks.rank], zlib.crc32(what.encode())
+        words, own_place, mark = self.segment.words, self._posted[self._ranks.rank], zlib.crc32(what.encode())
         self._steps += 1
         turn = self._steps % 2
         self._current[self._ranks.rank][: len(piece)] = piece
         words[own_place + _LENGTHS + turn], words[own_place + _MARKS + turn] = length, mark
         words[own_place + _FILES + turn] = self._files > self._files_before
-        self._segment.publish(own_place, self._steps)
-        self._segment.wait(self._posted, self._steps, what)
+        self.segment.publish(own_place, self._steps)
+        self.segment.wait(self._posted, self._steps, what)
         if any(words[place + _MARKS + turn] != mark for place in self._posted):  # detected by all ranks
             own_site = memoryview(CallSite.of_this_rank(what).pack()[: self._piece])
             lengths = self._exchange_piece("call sites", own_site, len(own_site))

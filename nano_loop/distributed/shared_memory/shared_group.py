@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.raw_bytes import flattened, raw_bytes, with_copy
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.patch_table import process_wide
 
 #: The name of this backend in torch.distributed.
 NAME = "nano_loop"
@@ -57,11 +59,11 @@ class Done(distributed.Work):
 _ProcessGroup: Any = distributed.ProcessGroup
 
 
-def _refusing(got: str, expected: str, hint: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NanoError(error_message(got, f"processes on one host {expected}", hint))
-
-    return refuse
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    got = "a message to one rank, a reduce_scatter, an all_to_all_single or a coalesced collective"
+    expected = "processes on one host exchange single tensors by the other collectives"
+    hint = "Use broadcast, all_gather, all_reduce or all_to_all, or pass process_group_backend='gloo'"
+    raise NanoError(error_message(got, expected, hint))
 
 
 class SharedGroup(_ProcessGroup):  # type: ignore[misc]
@@ -70,11 +72,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, ranks: Ranks, channel: Callable[[], SharedChannel], name: str) -> None:
         super().__init__(ranks.rank, ranks.size)
         self._name = name
-        self._open = channel
-
-    @property
-    def _channel(self) -> SharedChannel:
-        return self._open()
+        self._channel = channel
 
     @property
     def group_name(self) -> str:
@@ -92,7 +90,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     def _exchange(self, what: str, sent: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the bytes of all ranks' tensors."""
         data = raw_bytes(flattened(sent)) if sent is not None else b""
-        gathered = self._channel.exchange(data, what)
+        gathered = self._channel().exchange(data, what)
         return [torch.frombuffer(part, dtype=torch.uint8) if part else _NOTHING for part in gathered]
 
     # --- each rank's tensor to all ---
@@ -140,7 +138,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _reduce(self, tensor: torch.Tensor, operation: Any, *, here: bool) -> None:
         if tensor.layout is not torch.strided:
-            _reduce_sparse(self._channel, tensor, operation, here=here)
+            _reduce_sparse(self._channel(), tensor, operation, here=here)
             return
         name = _name_of(operation)
 
@@ -176,27 +174,15 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Done:
         """See `torch.distributed.barrier`."""
-        self._channel.exchange(b"", "barrier")
+        self._channel().exchange(b"", "barrier")
         return Done([])
 
-    send = recv = recv_anysource = _refusing(
-        "a message from one rank to another",
-        "exchange values by collectives only",
-        "Use broadcast or all_gather, which every rank calls, or pass process_group_backend='gloo'",
-    )
-    # `_reduce_scatter_base` and `alltoall_base` are the names in torch 2.8, and in the C++ of all versions.
-    reduce_scatter = reduce_scatter_single = _reduce_scatter_base = all_to_all_single = alltoall_base = _refusing(
-        "a reduce_scatter or all_to_all_single",
-        "exchange values by other collectives",
-        "Use all_reduce or all_to_all, or pass process_group_backend='gloo'",
-    )
-    allgather_coalesced = allreduce_coalesced = all_gather_single_coalesced = _refusing(
-        "a coalesced collective", "accept one tensor per call", "Call the collective for each tensor"
-    )
-    allgather_into_tensor_coalesced = reduce_scatter_single_coalesced = allgather_coalesced
-    reduce_scatter_tensor_coalesced = allgather_coalesced
-
-    _allgather_base = all_gather_single  # the name in torch 2.8, and in the C++ of all versions
+    # Names that begin with an underscore, and `alltoall_base`, are those of torch 2.8, and of the C++ of all versions.
+    _allgather_base = all_gather_single
+    send = recv = recv_anysource = all_to_all_single = alltoall_base = _refuse
+    reduce_scatter = reduce_scatter_single = _reduce_scatter_base = reduce_scatter_single_coalesced = _refuse
+    allgather_coalesced = allreduce_coalesced = all_gather_single_coalesced = _refuse
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _refuse
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -255,15 +241,25 @@ def _reduced(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-class SharedGroups:
-    """The process groups of one run. The default one uses the ranks' channel, the others have files in their folder."""
+#: Of the active run; torch's registry of backends outlives it.
+_groups: list[SharedGroups] = process_wide("process groups of runs", [])
+
+
+class SharedGroups(AbstractContextManager["SharedGroups"]):
+    """The process groups that torch creates during a run.
+
+    The default one uses the ranks' channel, the others have files in their folder.
+    """
 
     def __init__(self, ranks: Ranks, folder: Path, channel: SharedChannel) -> None:
         self._ranks, self._folder, self._channel = ranks, folder, channel
         self._channels: dict[str, SharedChannel] = {}
         self._thread = threading.get_ident()  # the loop's thread
+        if NAME not in distributed.Backend.backend_list:
+            distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu"])
+        _groups.append(self)
 
-    def make(self, options: Any, backend_options: Any = None) -> SharedGroup:
+    def make(self, options: Any) -> SharedGroup:
         """Create the group described by torch's ``_DistributedBackendOptions``; the first one is the default group."""
         members = tuple(options.global_ranks_in_group) or tuple(range(self._ranks.size))
         name = f"{len(members)}-{options.group_id}"
@@ -281,8 +277,16 @@ class SharedGroups:
 
         return SharedGroup(ranks, channel, options.group_id)
 
-    def close(self, *, returned: bool) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Leave the channels of all groups except the default group."""
+        _groups.remove(self)
         for channel in self._channels.values():
-            channel.leave(returned=returned)
+            channel.leave(returned=kind is None)
             channel.close()
+
+
+def _make_group(options: Any, backend_options: Any = None) -> SharedGroup:
+    if not _groups:
+        got = f"backend={NAME!r} outside a run"
+        raise NanoError(error_message(got, "it connects the ranks of a nano_loop run", 'Use "gloo"'))
+    return _groups[-1].make(options)

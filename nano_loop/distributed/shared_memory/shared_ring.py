@@ -131,7 +131,7 @@ class SharedMemoryTransport:
     def _reduce(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor]) -> None:
         self._segment.wait(self._posted, self._base + number + 1)
         self._segment.wait(self._read, self._base + number + 1 - _SLOTS)
-        stage.own.average(tensors)
+        stage.average(tensors)
         self._segment.publish(self._reduced[self._rank], self._base + stage.count)
 
     def _copy_out(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -146,22 +146,24 @@ class SharedMemoryTransport:
         length = -(-batch.length // self._size)
         length = -(-length // LINE) * LINE
         start, stop = (min(rank * length, batch.length) for rank in (self._rank, self._rank + 1))
-        own = LocalShard(batch, start, stop, self._rank, row)
-        others = [*batch.between(0, start), *batch.between(stop, batch.length)]
-        return _Stage(Places(others, row[self._rank]), Places(others, row[-1]), own, count)
+        return _Stage(batch, start, stop, self._rank, row, count)
 
 
-class LocalShard:
-    """Sums one slice of a batch in one pass over `rows`: shared memory, one row per rank, and one for the means."""
+class _Stage:
+    """The views of a batch into `rows`: shared memory, one row per rank, and one for the means.
 
-    def __init__(self, batch: Batch, start: int, stop: int, rank: int, rows: torch.Tensor) -> None:
-        pieces = batch.between(start, stop)
-        self._own = Places(pieces, rows[rank])
-        self._result = Places(pieces, rows[-1])
+    This rank sums the slice from `start` to `stop`. `count` is that of batches after this one.
+    """
+
+    def __init__(self, batch: Batch, start: int, stop: int, rank: int, rows: torch.Tensor, count: int) -> None:
+        own, others = batch.between(start, stop), [*batch.between(0, start), *batch.between(stop, batch.length)]
+        self.inputs, self.outputs = Places(others, rows[rank]), Places(others, rows[-1])
+        self.count = count
+        self._own, self._result = Places(own, rows[rank]), Places(own, rows[-1])
         self._parts, self._mean = rows[:-1, start:stop], rows[-1, start:stop]
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite this rank's elements and those of the result by the means over all ranks."""
+        """Overwrite this rank's elements and those of the result by the means over all ranks, in one pass."""
         elements = self._own.elements(tensors)
         if not elements:
             return
@@ -172,16 +174,6 @@ class LocalShard:
         if is_wide:
             self._mean.copy_(total)
         foreach_copy(elements, self._result.views)
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """The views of a batch: into this rank's slot, the result slot, and its slice of every slot."""
-
-    inputs: Places
-    outputs: Places
-    own: LocalShard
-    count: int
 
 
 @dataclass(frozen=True)

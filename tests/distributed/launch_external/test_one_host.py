@@ -17,7 +17,7 @@ from distributed.launch_external.test_launcher import TRAIN
 from nano_loop import NanoError
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch_external import launcher
-from nano_loop.distributed.launch_external.launcher import watching_each_other
+from nano_loop.distributed.launch_external.launcher import watch_each_other
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 
@@ -90,15 +90,15 @@ def test_rank_that_is_killed_is_named_within_seconds_and_leaves_nothing(in_the_l
 def test_process_is_dead_once_it_is_killed_and_not_before(waited_for, monkeypatch):
     monkeypatch.setattr(launcher, "_INTERVAL", 0.0)
     process, ranks = subprocess.Popen(["sleep", "60"]), Ranks(0, 2)
-    with watching_each_other(ranks, [os.getpid(), process.pid]):
+    watch_each_other(ranks, [os.getpid(), process.pid])
+    ranks.check()
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its parent may never reap it
+    if waited_for:
+        process.wait()
+    with pytest.raises(NanoError, match="rank 1 ended its process"):
         ranks.check()
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its parent may never reap it
-        if waited_for:
-            process.wait()
-        with pytest.raises(NanoError, match="rank 1 ended its process"):
-            ranks.check()
-        monkeypatch.setattr(SharedSegment, "has_left", lambda segment, rank: True)
-        ranks.channel = mock.Mock(SharedChannel, segment=object.__new__(SharedSegment))
-        ranks.check()
+    monkeypatch.setattr(SharedSegment, "has_left", lambda segment, rank: True)
+    ranks.channel = mock.Mock(SharedChannel, segment=object.__new__(SharedSegment))
+    ranks.check()
     process.wait()

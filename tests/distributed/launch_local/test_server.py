@@ -35,7 +35,7 @@ def server_of_a_run():
 
 
 def kept():
-    (server,) = servers.kept()
+    (server,) = servers.kept
     return server
 
 
@@ -100,7 +100,7 @@ def test_it_ends_by_itself_without_runs_and_the_next_run_starts_another(monkeypa
 EARLY = """
 from nano_loop.distributed.launch_local import server as servers
 def server():
-    return next(iter(servers.kept()), None)
+    return next(iter(servers.kept), None)
 def train(model):
     return os.getpid()
 train.__module__ = "a_module"

@@ -502,7 +502,7 @@ def own_gradients_of_two(run):
 
 
 def assert_no_process_is_left():
-    assert [psutil.Process(server.pid).children() for server in kept()] == [[]]
+    assert [psutil.Process(server.pid).children() for server in kept] == [[]]
 
 
 @pytest.mark.parametrize(("loop", "name"), [(total, "total"), (total_by_lbfgs, "lbfgs")])
