@@ -36,21 +36,6 @@ def test_convolutional_gan(generator, critic, for_generator, for_critic, loader,
     return losses
 
 
-@pair(job(model=lambda: nn.Sequential(nn.Linear(6, 16), nn.SiLU(), nn.Linear(16, 1)), optimizer=ADAM))
-def test_gradient_penalty(model, optimizer, loader, by_hand=untouched):
-    """WGAN-GP: the loss includes the gradient at the input, so backward goes through a backward."""
-    penalties = []
-    for real, _ in steps(loader, optimizer):
-        fake = torch.randn_like(real)
-        between = torch.lerp(real, fake, torch.rand(len(real), 1)).requires_grad_()
-        score = by_hand(model)(between)
-        (slope,) = torch.autograd.grad(score.sum(), between, create_graph=True)
-        penalty = ((slope.norm(2, dim=1) - 1) ** 2).mean()
-        (by_hand(model)(fake).mean() - by_hand(model)(real).mean() + 10 * penalty).backward()
-        penalties.append((penalty.item(), slope.detach()))
-    return penalties
-
-
 def smooth_convolutions():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 1, 6))
 

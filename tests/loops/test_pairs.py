@@ -27,9 +27,8 @@ FAULTS = {
     "a leftover thread count": lambda given: torch.set_num_threads(torch.get_num_threads() + 1),
     "a leftover autocast": lambda given: torch.set_autocast_enabled("cpu", True),
 }
-#: Faults large enough to exceed the spread that is allowed for the default options.
+#: A fault large enough to exceed the spread that is allowed for the default options.
 BEYOND_SPREAD = {
-    "another rate by far": lambda given: set_option(given, lr=1.05 * rate_of(given)),
     "another gradient": lambda given: given["model"].features[0].weight.register_hook(lambda gradient: 1.05 * gradient),
 }
 

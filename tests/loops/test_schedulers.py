@@ -1,4 +1,4 @@
-"""Each family of schedulers, built before and after the loop is accelerated."""
+"""Schedulers of each kind, built before and after the loop is accelerated."""
 
 import functools
 
@@ -17,29 +17,15 @@ def warmup_then_cosine(optimizer):
     return schedulers.SequentialLR(optimizer, [warmup, cosine], milestones=[4])
 
 
-def chained(optimizer):
-    parts = [schedulers.ConstantLR(optimizer, 0.5, total_iters=5), schedulers.ExponentialLR(optimizer, 0.9)]
-    return schedulers.ChainedScheduler(parts)
-
-
 def shrinking(step):
     return 1 / (1 + step)
 
 
+#: Of all settings that schedulers set: rates and momenta, by a function, by the loss and by other schedulers.
 SCHEDULERS = {
-    "StepLR": functools.partial(schedulers.StepLR, step_size=2, gamma=0.5),
-    "MultiStepLR": functools.partial(schedulers.MultiStepLR, milestones=[3, 7]),
-    "ExponentialLR": functools.partial(schedulers.ExponentialLR, gamma=0.9),
-    "CosineAnnealingLR": functools.partial(schedulers.CosineAnnealingLR, T_max=STEPS),
-    "CosineAnnealingWarmRestarts": functools.partial(schedulers.CosineAnnealingWarmRestarts, T_0=4),
     "OneCycleLR": functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=STEPS + 1),
-    "CyclicLR": functools.partial(schedulers.CyclicLR, base_lr=0.001, max_lr=0.05, step_size_up=3),
     "LambdaLR": functools.partial(schedulers.LambdaLR, lr_lambda=shrinking),
-    "MultiplicativeLR": functools.partial(schedulers.MultiplicativeLR, lr_lambda=shrinking),
-    "LinearLR": schedulers.LinearLR,
-    "PolynomialLR": functools.partial(schedulers.PolynomialLR, total_iters=9, power=2.0),
     "SequentialLR": warmup_then_cosine,
-    "ChainedScheduler": chained,
     "ReduceLROnPlateau": functools.partial(schedulers.ReduceLROnPlateau, patience=1, threshold=0.2),
 }
 

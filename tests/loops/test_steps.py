@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from .pairs import BF16, CONVOLUTIONS, EXACT, FP64, FUSED, SHIPPED, WITH_IPEX, pair, untouched
-from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, entropy, images, job, train, vectors
+from .pairs import BF16, EXACT, FP64, FUSED, SHIPPED, WITH_IPEX, pair, untouched
+from .tasks import ADAM, ADAMW, SGD, Net, Normed, entropy, job, train, vectors
 
 EACH_FUSED_KIND = {"sgd": SGD, "adam": ADAM, "adamw": ADAMW, "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1)}
 
@@ -20,24 +20,10 @@ def two_optimizers():
     return {"model": model, "first": encoder, "second": head, "loader": vectors()}
 
 
-def optimizers_in_a_list():
-    arguments = two_optimizers()
-    return {
-        "models": {"net": arguments["model"]},
-        "optimizers": [arguments["first"], arguments["second"]],
-        "loaders": (arguments["loader"],),
-    }
-
-
 @pair(two_optimizers)
 def test_two_optimizers_over_one_model(model, first, second, loader, by_hand=untouched):
     optimizers = [first, second]
     return [train(entropy(by_hand(model)), loader, *each) for each in (optimizers, [second], optimizers)]
-
-
-@pair(optimizers_in_a_list)
-def test_arguments_in_lists_and_dicts(models, optimizers, *, loaders, by_hand=untouched):
-    return train(entropy(by_hand(models["net"])), loaders[0], *optimizers)
 
 
 @pair(job("adamw", optimizer=ADAMW), job("norms", Normed), kernels_in_bf16=True)
@@ -103,19 +89,6 @@ def test_gradients_assigned_by_hand_in_any_layout(model, optimizer, loader, by_h
         model.encoder[1].weight.grad = torch.stack([gradients[2], gradients[2]], 1)[:, 0]
         optimizer.step()
         optimizer.zero_grad()
-
-
-def convolutional(name):
-    return job(name, model=ConvNet, optimizer=EACH_FUSED_KIND[name], loader=images)
-
-
-@pair(*map(convolutional, EACH_FUSED_KIND), configs=CONVOLUTIONS)
-def test_contiguous_gradients_assigned_to_convolutions(model, optimizer, loader, by_hand=untouched):
-    for x, y in loader:
-        gradients = torch.autograd.grad(cross_entropy(by_hand(model)(x), y), [*model.parameters()])
-        for p, gradient in zip(model.parameters(), gradients, strict=True):
-            p.grad = gradient.contiguous()
-        optimizer.step()
 
 
 def odd_parameters():

@@ -145,25 +145,6 @@ def test_disable_casts_around_the_loops_calls(model, optimizer, loader, by_hand=
     return outputs, [layer.saw for layer in model.layers]
 
 
-def tied():
-    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "mix": nn.Linear(4, 4), "out": nn.Linear(4, 5, bias=False)})
-    model["out"].weight = model["embed"].weight
-    model["again"] = model["mix"]
-    return model
-
-
-@pair(job(model=tied, optimizer=ADAMW))
-def test_weights_and_modules_shared_within_the_model(model, optimizer, loader, by_hand=untouched):
-    outputs = []
-    for _, y in steps(loader, optimizer):
-        hidden = by_hand(model["mix"])(by_hand(model["embed"])(y))
-        outputs.append(by_hand(model["out"])(by_hand(model["again"])(hidden)))
-        cross_entropy(outputs[-1], y).backward()
-    assert model["out"].weight is model["embed"].weight
-    assert model["again"] is model["mix"]
-    return outputs
-
-
 def two_models_with_one_part():
     body = nn.Linear(6, 8)
     models = {"first": nn.Sequential(body, nn.ReLU(), nn.Linear(8, 3)), "second": nn.Sequential(body, nn.Linear(8, 3))}

@@ -126,15 +126,10 @@ def written_after_zero_grad_of_a_later_step(step):
         by_hand(step)
 
 
-def clipped(step):
-    step.backward()
-    nn.utils.clip_grad_norm_(step.model.parameters(), 0.1)
-
-
 ROWS = (
     *(a_submodule_and_a_function_of_weights, paused_after_another, paused_before_another_that_reaches_less),
     *(put_in_the_place_of_means, nothing_on_a_rank, in_another_thread, evaluation_on_rank_0),
-    *(written_after_zero_grad_of_a_later_step, clipped),
+    written_after_zero_grad_of_a_later_step,
 )
 
 

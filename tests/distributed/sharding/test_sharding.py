@@ -395,8 +395,13 @@ def test_length_that_nobody_knows_is_an_error_as_ever(team):
 # --- undivided loaders ---
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
-@pytest.mark.parametrize("name", ["shuffled", "stream with workers"])
+@pytest.mark.parametrize(
+    ("name", "context"),
+    [
+        ("shuffled", torch.inference_mode),
+        *itertools.product(("shuffled", "stream with workers"), (torch.no_grad, contextlib.nullcontext)),
+    ],
+)
 def test_evaluation_sees_the_whole_loader_on_every_rank(team, name, context):
     make = {**LOADERS, **STREAMS}[name]
 
