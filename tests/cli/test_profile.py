@@ -30,7 +30,8 @@ def profile(tmp_path):
 
 @pytest.mark.slow
 def test_step_is_divided_into_kinds_and_the_trace_is_written(profile, tmp_path):
-    done = profile(loop_over(40960, 2048), "--json", "--trace=trace.json")
+    script = loop_over(40960, 2048).replace("optimizer.step()", "optimizer.step(); time.sleep(0.05)")
+    done = profile(script, "--json", "--trace=trace.json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["command"], found["version"]) == (0, "profile", SHAPE)
     assert sum(row["share"] for row in found["kinds"]) == pytest.approx(1.0)
@@ -38,6 +39,7 @@ def test_step_is_divided_into_kinds_and_the_trace_is_written(profile, tmp_path):
     by_kind = {row["kind"]: row for row in found["kinds"]}
     for kind in ("matrix products and convolutions", "optimizer", "loader", "norms and elementwise"):
         assert by_kind[kind]["milliseconds"] > 0, kind
+    assert by_kind["Python and the rest"]["milliseconds"] > 50
     assert found["step_ms"] > 0
     memory, weights = found["memory"], 4 * (2 * 256 * 512 + 512 + 256)
     assert (memory["parameters"], memory["gradients"], memory["states"]) == (weights, weights, 0)
