@@ -171,9 +171,9 @@ FAULTS = (
         "tests/loops/test_changes.py",
     ),
     Fault(
-        "optimizers/row_steps.py",
-        '{**own, "beta1"',
-        '{**own, "eps": 1e-2, "beta1"',
+        "optimizers/direct_steps.py",
+        "settings = {name: group[name]",
+        "settings = {name: optimizer.defaults[name]",
         "tests/loops/test_changes.py",
     ),
     Fault(
@@ -214,8 +214,8 @@ FAULTS = (
     ),
     Fault(
         "optimizers/split.py",
-        "        for end in [*self._ends]:\n            end()\n",
-        "        self._ends.clear()\n",
+        "        for end in [*self.ends]:\n            end()\n",
+        "        self.ends.clear()\n",
         "tests/steps/test_optimizer_state.py",
     ),
     Fault(

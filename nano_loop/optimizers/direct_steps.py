@@ -3,7 +3,7 @@
 torch labels each call for its profiler, adds graph breaks even without a compiler, and sorts tensors by device and
 dtype. For a small model, this takes a tenth of a training step. Here, the same hooks run, and the same kernel with the
 same tensors. torch handles unusual calls: first steps, closures, mixed dtypes, a running profiler, `torch.compile`, and
-a ``step`` that the program has replaced.
+any function of torch that the program has replaced.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from nano_loop.optimizers.torch_fused_steps import (
     are_counters,
     has_own_steps,
     is_fused,
+    is_torchs,
     lie_alike,
     lie_in_order,
+    steps_as_torch,
     steps_fused,
     takes_kernel,
 )
@@ -37,6 +39,7 @@ from nano_loop.patching.torch_private_optimizers import (
     hooks_after_step,
     hooks_before_step,
     is_profiling,
+    preparing,
     unhooked_step,
 )
 
@@ -90,6 +93,8 @@ def _step(original: _Method) -> _Method:
 def _called_directly(optimizer: Optimizer) -> bool:
     """Step every group, or return False and change nothing."""
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return False
+    if not (steps_as_torch(type(optimizer)) and is_torchs(preparing(optimizer))):
         return False
     kernels: list[Callable[[], None]] = []
     flushes = True

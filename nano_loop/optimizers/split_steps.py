@@ -22,6 +22,7 @@ from nano_loop.optimizers.direct_steps import LEAST_EPS
 from nano_loop.optimizers.narrow_states import in_fp32
 from nano_loop.optimizers.row_steps import sign
 from nano_loop.optimizers.split import SplitWeights
+from nano_loop.optimizers.torch_fused_steps import steps_as_torch
 from nano_loop.patching.optimizers import is_dense, laid_out_as, lies_as
 from nano_loop.patching.torch_private import below_torch_functions
 
@@ -37,7 +38,7 @@ def why_not(optimizer: Optimizer) -> str | None:
     kind = next((kind for kind in _KINDS if isinstance(optimizer, kind)), None)
     if kind is None:
         return f"{name} is not SGD, Adam or AdamW"
-    if type(optimizer).step is not kind.step:
+    if type(optimizer).step is not kind.step or not steps_as_torch(kind):
         return f"{name} overrides step()"
     return None if KERNEL.unavailable is None else for_report(KERNEL.unavailable)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from nano_loop.patching.attributes import replaced
+from nano_loop.patching.attributes import module_of, replaced
 from nano_loop.patching.optimizers import is_dense, lies_as
 from nano_loop.patching.patch_table import entry_set, process_wide, shared_change
 from nano_loop.patching.torch_private_optimizers import groups_prepared
@@ -73,6 +73,19 @@ def is_fused(optimizer: Optimizer) -> bool:
 def has_own_steps(optimizer: Optimizer) -> bool:
     """Whether a kernel that is not torch's steps an optimizer."""
     return _fused.get(id(optimizer)) is not None
+
+
+def steps_as_torch(kind: type[Optimizer]) -> bool:
+    """Whether torch's function for the steps of a kind is in place, or replaced by nano_loop only."""
+    owner = next(base for base in _FUNCTIONS if issubclass(kind, base))
+    return is_torchs(vars(sys.modules[owner.__module__])[_FUNCTIONS[owner][0]])
+
+
+def is_torchs(function: Any) -> bool:
+    """Whether a function belongs to torch, or is this module's replacement of torch's function."""
+    while module_of(function) == __name__:
+        function = function.__wrapped__
+    return module_of(function).partition(".")[0] == "torch"
 
 
 def takes_kernel(group: _Group) -> bool:

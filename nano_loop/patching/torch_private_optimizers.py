@@ -29,6 +29,11 @@ def groups_prepared(
     return replaced(owner, _INIT_GROUP, make)
 
 
+def preparing(optimizer: Optimizer) -> Any:
+    """Return the method of an optimizer that builds these lists."""
+    return getattr(optimizer, _INIT_GROUP)
+
+
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks can be registered on an optimizer, because its class called ``Optimizer.__init__``."""
     return _STEP_HOOKS in vars(optimizer)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from nano_loop.kernels import activations, bernoulli, embedding
 from nano_loop.kernels.attention import attention, blocked_attention, flash_attention
 from nano_loop.kernels.convolution import convolution, weight_gradient
@@ -94,7 +92,7 @@ LINEAR = Row(
     Kernels(
         product.KERNEL,
         linear.MATRICES,
-        is_for=partial(models.has_matrix, models.LARGE),
+        is_for=models.has_large_matrix,
         report_line="large products in blocks, by bf16 instructions",
         not_applicable=SkipReason(
             "small_weights", f"no weight is a matrix of {models.LARGE:,} elements or more", SMALL
@@ -103,7 +101,7 @@ LINEAR = Row(
     Kernels(
         fp32_product.KERNEL,
         linear.MATRICES,
-        is_for=partial(models.has_matrix, models.LARGE_IN_FP32),
+        is_for=models.has_large_matrix_in_fp32,
         report_line="products in C if that is measured to be faster",
         not_applicable=SkipReason(
             "small_weights", f"no weight is a matrix of {models.LARGE_IN_FP32:,} elements or more", SMALL

@@ -78,8 +78,17 @@ def has_large_tables(model: nn.Module) -> bool:
     return any(weight.numel() >= embedding.MIN_ELEMENTS for weight in tables) and _looks_up(model)
 
 
-def has_matrix(elements: int, model: nn.Module) -> bool:
-    """Whether a model has a matrix for products with at least this many elements."""
+def has_large_matrix(model: nn.Module) -> bool:
+    """Whether a model has a matrix for products that is large enough in bf16."""
+    return _has_matrix(model, LARGE)
+
+
+def has_large_matrix_in_fp32(model: nn.Module) -> bool:
+    """Whether a model has a matrix for products that is large enough in fp32."""
+    return _has_matrix(model, LARGE_IN_FP32)
+
+
+def _has_matrix(model: nn.Module, elements: int) -> bool:
     return any(not has_shape(weight) or weight.dim() == _MATRIX for weight in large_weights(model, elements))
 
 
