@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch.nn import functional
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.split_batches import Share
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.lifetime import WeakIdKeyDictionary
 from nano_loop.patching.torch_private import base_of
 from nano_loop.patching.user_code import users_place, warn
 
@@ -89,7 +89,7 @@ class RandomDraws:
         self._ranks = ranks
         self._in_witness = in_witness
         self._places: dict[tuple[int, ...], int] = {}  # the number of draws for the current batch, by place
-        self._learnt: WeakKeyDictionary[object, _Learnt] = WeakKeyDictionary()  # by the outermost module, if any
+        self._learnt: Any = WeakIdKeyDictionary()  # a `_Learnt` by the outermost module, or by this object without one
         self._draws = False  # whether a tensor is being drawn for the whole batch
 
     def draw(

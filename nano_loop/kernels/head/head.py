@@ -265,7 +265,7 @@ class Gradients:
         self._head = head
         # In fp32 without a policy, products are added in place.
         self._adds = head.rules.policy is None and head.weight.dtype is torch.float32
-        self._may_be_one = rows <= head.chunk
+        self._may_be_one = rows <= head.chunk  # whether the first product is expected to be the whole gradient
         self._hidden = torch.zeros_like(head.hidden) if hidden else None
         self._weight: Tensor | None = None  # in the product's dtype if there was one, otherwise in fp32
         self._bias = empty(head.width).zero_() if bias else None
